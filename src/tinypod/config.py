@@ -1,0 +1,163 @@
+"""YAML files and `a.b=value` overrides, merged and validated into a frozen config.
+
+A file may begin with `defaults: [other.yaml, ...]`, paths relative to itself. They are merged left to right, the file
+itself last. Mappings merge key by key, with one exception that a reader would not guess: where `kind:` changes, the new
+mapping replaces the old one, so that keys of the old kind do not linger in the new.
+"""
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tinypod.errors import ConfigError
+
+
+class Config(BaseModel):
+    """The base of every section: frozen, no unknown keys, no silent conversions ('3' is not 3)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+C = TypeVar("C", bound=Config)
+
+
+def load(path: str | Path, overrides: Sequence[str], schema: type[C]) -> C:
+    """Read a config file with its defaults, apply the overrides, validate."""
+    tree = read_tree(Path(path))
+    for text in overrides:
+        tree = merge(tree, _parse_override(text))
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return validate(tree, schema, str(path))
+
+
+def read_tree(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The plain tree of a file, its `defaults` merged underneath."""
+    path = path.resolve()
+    if path in chain:
+        raise ConfigError(f"{path}: `defaults` goes round in a circle: {' -> '.join(p.name for p in (*chain, path))}")
+    tree = _read_yaml(path, chain)
+    defaults = tree.pop("defaults", [])
+    if not (isinstance(defaults, list) and all(isinstance(name, str) for name in defaults)):
+        raise ConfigError(f"{path}: `defaults` must be a list of file names, like `defaults: [../base.yaml]`")
+    merged: dict[str, Any] = {}
+    for name in defaults:
+        merged = merge(merged, read_tree(path.parent / name, (*chain, path)))
+    return merge(merged, tree)
+
+
+def _read_yaml(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
+    asked_by = f" (named in `defaults` of {chain[-1]})" if chain else ""
+    try:
+        loaded = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise ConfigError(f"no config file at {path}{asked_by}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder, not a config file{asked_by}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{path}: not readable as YAML: {_one_line(error)}") from None
+    tree = OmegaConf.to_container(loaded, resolve=False)
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected a mapping of keys at the top, found a {type(tree).__name__}")
+    return {str(key): value for key, value in tree.items()}
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*=.*", text, re.DOTALL):
+        raise ConfigError(f"override {text!r}: expected a.b=value, like optimizer.learning_rate=1e-4")
+    try:
+        return dict(OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=False))
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"override {text!r}: the value is not readable: {_one_line(error)}") from None
+
+
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Deep-merge two plain trees, the second winning; a change of `kind` replaces the whole mapping."""
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        same_kind = (
+            isinstance(old, dict) and isinstance(value, dict) and value.get("kind", old.get("kind")) == old.get("kind")
+        )
+        merged[key] = merge(old, value) if same_kind else value  # type: ignore[arg-type]
+    return merged
+
+
+def validate(tree: Any, schema: type[C], where: str) -> C:
+    """Check a plain tree against the schema; all that is wrong goes into one error, a line each."""
+    try:
+        return schema.model_validate(tree)
+    except ValidationError as error:
+        lines = [_describe(item, tree, schema) for item in error.errors()]
+        raise ConfigError(f"{where}:\n" + "\n".join(f"  {line}" for line in dict.fromkeys(lines))) from None
+
+
+def _describe(item: Any, tree: Any, schema: type[Config]) -> str:
+    """One pydantic error as `dotted.key: what is wrong`."""
+    path, fields = _walk(item["loc"], tree, schema)
+    key, kind, context = ".".join(path) or "config", item["type"], item.get("ctx", {})
+    if kind == "extra_forbidden":
+        near = difflib.get_close_matches(path[-1], fields, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else f"known keys here: {', '.join(sorted(fields))}"
+        return f"{key}: unknown key; {hint}"
+    if kind == "missing":
+        return f"{key}: missing; give it a value in the file or as {key}=..."
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        found = f"no kind {context['tag']!r}" if kind == "union_tag_invalid" else "needs a `kind`"
+        return f"{key}: {found}; expected one of {context.get('expected_tags', '')}".rstrip(" ;")
+    if kind == "value_error":
+        return f"{key}: {context['error']}"
+    message = str(item["msg"]).removeprefix("Input should be ")
+    return f"{key}: expected {message}, got {item['input']!r}"
+
+
+def _walk(loc: Sequence[Any], tree: Any, schema: Any) -> tuple[list[str], list[str]]:
+    """The keys a user wrote on the way to an error (union tags dropped), and the keys known where it ends."""
+    path: list[str] = []
+    fields: list[str] = list(schema.model_fields)
+    node, classes = tree, [schema]
+    for i, part in enumerate(loc):
+        last = i == len(loc) - 1
+        if isinstance(node, dict) and part not in node and not last and node.get("kind") == part:
+            classes = [c for c in classes if part in get_args(c.model_fields["kind"].annotation)]
+            continue
+        fields = sorted({name for c in classes for name in c.model_fields})
+        path.append(str(part))
+        node = node.get(part) if isinstance(node, dict) else None
+        annotations = [c.model_fields[part].annotation for c in classes if part in c.model_fields]
+        classes = [leaf for a in annotations for leaf in _config_classes(a)]
+    return path, fields
+
+
+def _config_classes(annotation: Any) -> list[type[Config]]:
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return [annotation]
+    return [c for argument in get_args(annotation) for c in _config_classes(argument)]
+
+
+def dump(config: Config) -> str:
+    """The resolved config as YAML that loads again unchanged."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
+    """`dotted.key: old -> new` for every leaf in which two plain trees differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = dict.fromkeys([*old, *new])
+        return [
+            line for k in keys for line in differences(old.get(k), new.get(k), f"{prefix}.{k}" if prefix else str(k))
+        ]
+    return [] if old == new else [f"{prefix}: {old!r} -> {new!r}"]
+
+
+def _one_line(error: Exception) -> str:
+    return re.sub(r"\s+", " ", str(error)).strip()

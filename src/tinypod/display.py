@@ -1,0 +1,229 @@
+"""A Sudoku while it is refined, as rich renderables: numpy in, something a console can print out.
+
+Every cell is three columns wide, ` 5 `: a `*` before the digit says that it changed, a `!` after it that it
+breaks a rule, and a cell can carry both. Colours only repeat the marks, so a file reads like a terminal.
+"""
+
+import io
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from rich.columns import Columns
+from rich.console import Console, Group
+from rich.text import Text
+
+from tinypod.data import sudoku
+from tinypod.data.sudoku import breaks_rules
+
+SYMBOLS = "·" + sudoku.SYMBOLS[1:]  # a dot in the middle of its line reads as a hole, not as a full stop
+LINE, CLUE, FILLED, CHANGED, BROKEN = "bright_black", "default", "cyan", "yellow", "red reverse"
+
+
+@dataclass(frozen=True, eq=False)
+class Refinement:
+    """What a model answered after each step. Steps are counted from 1."""
+
+    question: np.ndarray  # uint8 [S], 0 where blank
+    grids: np.ndarray  # uint8 [steps, S], the whole answer, 0 where no digit was predicted
+    halt_probabilities: np.ndarray  # float [steps]; the model would stop at the first above one half
+    box: tuple[int, int]  # rows, columns
+    answer: np.ndarray | None = None  # uint8 [S], where a solution is known
+
+    def __post_init__(self) -> None:
+        size = self.side**2
+        assert self.side < len(SYMBOLS), f"no symbols for a side of {self.side}"
+        assert self.num_steps >= 1, "a refinement needs at least one step"
+        assert self.question.shape == (size,), self.question.shape
+        assert self.grids.shape == (self.num_steps, size), self.grids.shape
+        assert self.halt_probabilities.shape == (self.num_steps,), self.halt_probabilities.shape
+        assert self.answer is None or self.answer.shape == (size,), self.answer
+
+    @property
+    def side(self) -> int:
+        return self.box[0] * self.box[1]
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.grids)
+
+    @cached_property
+    def broken(self) -> np.ndarray:
+        """bool [steps, S]: the cells that break a rule or overwrite a clue."""
+        return broken_cells(self.grids, self.question, self.box)
+
+    @cached_property
+    def solved_steps(self) -> np.ndarray:
+        """bool [steps]: every cell filled, every rule and clue kept; the known answer has no say."""
+        return ~np.any(self.broken | (self.grids == 0), axis=-1)
+
+    @property
+    def solved_at(self) -> int | None:
+        return _first_step(self.solved_steps)
+
+    @property
+    def halted_at(self) -> int | None:
+        return _first_step(self.halt_probabilities > 0.5)
+
+    @property
+    def solved(self) -> bool:
+        """Whether the last grid is a solution; an earlier one may have been and got lost."""
+        return bool(self.solved_steps[-1])
+
+
+def _first_step(flags: np.ndarray) -> int | None:
+    return int(flags.argmax()) + 1 if flags.any() else None
+
+
+def broken_cells(grid: np.ndarray, question: np.ndarray, box: tuple[int, int]) -> np.ndarray:
+    """bool [..., S] for grids [..., S]: repeats in a row, column or box, and overwritten clues."""
+    return breaks_rules(grid, box) | _overwritten(grid, question)
+
+
+def _overwritten(grid: np.ndarray, question: np.ndarray) -> np.ndarray:
+    return (question > 0) & (grid != question)
+
+
+def verdict(refinement: Refinement) -> str:
+    """One line: whether and when it was solved, and whether the model would have known when to stop."""
+    if refinement.solved_at is None:
+        outcome = f"not solved: {_faults(refinement)}"
+    elif not refinement.solved:
+        outcome = f"solved at step {refinement.solved_at} but lost again: {_faults(refinement)} in the end"
+    else:
+        outcome = f"solved at step {refinement.solved_at}"
+        if refinement.answer is not None and (refinement.grids[-1] != refinement.answer).any():
+            outcome += ", with another solution than the known one"
+    return f"{outcome}; the model would {_stop(refinement)}"
+
+
+def _stop(refinement: Refinement) -> str:
+    step = refinement.halted_at
+    if step is None:
+        return f"not have stopped within {_count(refinement.num_steps, 'step', 'steps')}"
+    if refinement.solved_at is None:
+        return f"have stopped at step {step} all the same"
+    if not refinement.solved_steps[step - 1]:
+        return f"have stopped at step {step} with a wrong grid"
+    return f"have stopped at step {step}" + ("" if refinement.solved else " with the solution")
+
+
+def _faults(refinement: Refinement) -> str:
+    """What keeps the last grid from being a solution."""
+    grid, question, answer = refinement.grids[-1], refinement.question, refinement.answer
+    faults = [
+        (breaks_rules(grid, refinement.box), "cell breaks a rule", "cells break a rule"),
+        (_overwritten(grid, question), "clue is overwritten", "clues are overwritten"),
+        ((grid == 0) & (question == 0), "cell is blank", "cells are blank"),
+    ]
+    if answer is not None:
+        faults.append((grid != answer, "differs from the known answer", "differ from the known answer"))
+    return ", ".join(_count(int(cells.sum()), one, many) for cells, one, many in faults if cells.any())
+
+
+def _count(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
+
+
+def render_grid(
+    grid: np.ndarray, question: np.ndarray, box: tuple[int, int], previous: np.ndarray | None = None
+) -> Text:
+    """One grid [S] with its boxes drawn; without a previous grid no cell counts as changed."""
+    rows, columns = box
+    side = rows * columns
+    broken = broken_cells(grid, question, box)
+    changed = np.zeros_like(broken) if previous is None else grid != previous
+    # A side is rows * columns cells long and a box `columns` wide, so `rows` boxes stand side by side.
+    bars = ["───" * columns] * rows
+    text = Text().append(f"┌{'┬'.join(bars)}┐\n", LINE)
+    for row, cells in enumerate(np.arange(side**2).reshape(side, side)):
+        if row and row % rows == 0:
+            text.append(f"├{'┼'.join(bars)}┤\n", LINE)
+        for column, cell in enumerate(cells):
+            text.append("" if column % columns else "│", LINE)
+            text.append_text(_cell(grid[cell], question[cell] > 0, changed[cell], broken[cell]))
+        text.append("│\n", LINE)
+    return _unfolded(text.append(f"└{'┴'.join(bars)}┘", LINE))
+
+
+def _cell(value: int, clue: bool, changed: bool, broken: bool) -> Text:
+    style = BROKEN if broken else CHANGED if changed else CLUE if clue else FILLED if value else LINE
+    text = f"{'*' if changed else ' '}{SYMBOLS[value]}{'!' if broken else ' '}"
+    return Text(text, f"bold {style}" if clue else style)
+
+
+def _unfolded(text: Text) -> Text:
+    text.no_wrap, text.overflow = True, "ellipsis"  # on too narrow a console a grid is cut, and shows it
+    return text
+
+
+def render_refinement(refinement: Refinement, every: int = 1) -> Group:
+    """The puzzle and its steps side by side, as many as the console is wide, then a legend and the verdict.
+
+    A run of equal grids is drawn once. With `every` above 1 only each such step is drawn, besides the first,
+    the last, the first solved and the one at which the model would stop; changes count from the grid before.
+    """
+    question, halted_at = refinement.question, refinement.halted_at
+    clues = int((question > 0).sum())
+    puzzle = render_grid(question, question, refinement.box)
+    heading = f"{_count(clues, 'clue', 'clues')} · {len(question) - clues} blank"
+    blocks = [[Text("puzzle", "bold"), Text(heading), puzzle]]
+    previous = None
+    for first, last in _runs(refinement, every):
+        grid = refinement.grids[first - 1]
+        drawn = render_grid(grid, question, refinement.box, previous)
+        blocks.append([_title(refinement, first), _summary(refinement, first, previous), drawn])
+        if last > first:
+            steps = f"step {last}" if last == first + 1 else f"steps {first + 1}–{last}"
+            blocks[-1].append(Text(f"{steps}: no change", LINE))
+        if halted_at is not None and first < halted_at <= last:
+            blocks[-1].append(_title(refinement, halted_at))
+        previous = grid
+    texts = [_unfolded(Text("\n").join(block)) for block in blocks]
+    knows = halted_at is not None and refinement.solved_steps[halted_at - 1]
+    style = "bold red" if not refinement.solved else "bold green" if knows else "bold yellow"
+    closing = [_legend(), Text(verdict(refinement), style)]
+    return Group(Columns(texts, padding=(1, 3), equal=True), Text(), *closing)
+
+
+def _runs(refinement: Refinement, every: int) -> list[tuple[int, int]]:
+    """The first and last step of each run of equal grids that holds a step to be drawn."""
+    steps, grids = refinement.num_steps, refinement.grids
+    starts = [1, *(np.flatnonzero((grids[1:] != grids[:-1]).any(-1)) + 2).tolist(), steps + 1]
+    wanted = {1, steps, refinement.solved_at, refinement.halted_at, *range(every, steps + 1, every)}
+    return [(start, end - 1) for start, end in pairwise(starts) if not wanted.isdisjoint(range(start, end))]
+
+
+def _title(refinement: Refinement, step: int) -> Text:
+    percent = f"{100 * refinement.halt_probabilities[step - 1]:.0f} %"
+    if step == refinement.halted_at:
+        return Text(f"step {step} · ✔ would stop · {percent}", "bold green")
+    return Text(f"step {step} · stops? {percent}", "bold")
+
+
+def _summary(refinement: Refinement, step: int, previous: np.ndarray | None) -> Text:
+    grid, broken = refinement.grids[step - 1], int(refinement.broken[step - 1].sum())
+    filled = int(((refinement.question == 0) & (grid > 0)).sum())
+    text = f"{filled} filled" if previous is None else f"{int((grid != previous).sum())} changed"
+    if broken:
+        text += f" · {_count(broken, 'breaks a rule', 'break a rule')}"
+    return Text(f"{text} · solved" if refinement.solved_steps[step - 1] else text)
+
+
+def _legend() -> Text:
+    changed, broken = _cell(5, False, True, False), _cell(5, False, False, True)
+    rest = " breaks a rule or overwrites a clue   · no digit"
+    return Text.assemble(changed, "changed since the grid before  ", broken, rest)
+
+
+def save_svg(refinement: Refinement, path: Path, every: int = 1, width: int = 101) -> None:
+    """Write what a terminal of that width shows as a picture; the same refinement gives the same bytes."""
+    # The environment (NO_COLOR, COLUMNS, ...) must not reach the picture.
+    console = Console(record=True, width=width, file=io.StringIO(), color_system="truecolor", _environ={})
+    console.print(render_refinement(refinement, every))
+    svg = console.export_svg(title="tinypod solve", unique_id="tinypod-solve")
+    # rich links web fonts; a picture in a README should fetch nothing, and any monospace font will do.
+    path.write_text(re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL), encoding="utf-8")

@@ -1,0 +1,167 @@
+"""The schema of an experiment, and `build`, which turns a config into everything that runs it.
+
+`train`, `eval` and `solve`, and the tests, all use this one `build`: what is checked is what runs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+from jax.sharding import Mesh
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from tinypod import sharding, step
+from tinypod.config import Config
+from tinypod.data import puzzles, views
+from tinypod.errors import ConfigError
+from tinypod.models import trm
+from tinypod.optim import Optimizer, OptimizerConfig, build_optimizer
+from tinypod.tasks.puzzle import PuzzleTaskConfig, build_task
+from tinypod.tasks.task import Task
+
+
+class DataConfig(Config):
+    path: str  # a dataset folder that `tinypod data` made
+    train_split: str = "train"
+    eval_split: str = "test"
+    augmentations: NonNegativeInt | Literal["endless"] = "endless"  # fixed views of a puzzle besides itself
+
+
+class EvalConfig(Config):
+    every_steps: PositiveInt | None = 1000  # null: only at the end
+    batch_size: PositiveInt = 1024
+    limit: PositiveInt | None = None  # the first rows only (a split is stored in random order)
+    weights: Literal["ema", "live"] = "ema"
+
+
+class BestConfig(Config):
+    metric: str = "eval/exact_accuracy"
+    mode: Literal["max", "min"] = "max"
+
+
+class CheckpointConfig(Config):
+    every_steps: PositiveInt | None = 1000
+    every_minutes: PositiveFloat | None = 10.0
+    keep_last: PositiveInt = 2
+    best: BestConfig | None = BestConfig()
+
+
+class WandbConfig(Config):
+    project: str
+    entity: str | None = None
+    name: str | None = None
+    mode: Literal["online", "offline", "disabled"] = "online"
+
+
+class LogConfig(Config):
+    every_steps: PositiveInt = 50
+    tensorboard: bool = True
+    wandb: WandbConfig | None = None
+
+
+class ExperimentConfig(Config):
+    seed: NonNegativeInt = 0
+    steps: PositiveInt
+    batch_size: PositiveInt
+    accumulation: PositiveInt = 1  # parts that a batch is computed in, one after the other
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = 0.999
+    data: DataConfig
+    model: trm.TrmConfig
+    task: PuzzleTaskConfig = PuzzleTaskConfig()
+    optimizer: OptimizerConfig
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "ExperimentConfig":
+        if self.batch_size % self.accumulation:
+            raise ValueError(
+                f"batch_size={self.batch_size} does not divide into accumulation={self.accumulation} parts"
+            )
+        if self.eval.weights == "ema" and self.ema_decay is None:
+            raise ValueError("eval.weights=ema needs ema_decay; set it, or eval.weights=live")
+        if self.seed >= 2**31:
+            raise ValueError(f"seed={self.seed} must be below 2**31")
+        return self
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A config made runnable. `init` and `train_step` are compiled with explicit shardings, once."""
+
+    config: ExperimentConfig
+    info: puzzles.DatasetInfo
+    shape: trm.PuzzleShape
+    mesh: Mesh
+    task: Task
+    optimizer: Optimizer
+    state_shardings: Any
+    init: Callable[[], step.TrainState]
+    train_step: Callable[[step.TrainState, Any], tuple[step.TrainState, dict[str, jax.Array]]]
+
+    @cached_property
+    def abstract_state(self) -> step.TrainState:
+        """Shapes, dtypes and shardings of the state; nothing is computed."""
+        shapes = jax.eval_shape(self.init)
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.state_shardings
+        )
+
+    def read_split(self, name: str) -> puzzles.Split:
+        return puzzles.read_split(Path(self.config.data.path), self.info, name)
+
+    def put_source(self, split: puzzles.Split) -> dict[str, jax.Array]:
+        """The training puzzles on every device."""
+        return jax.device_put(views.device_arrays(split), sharding.replicated(self.mesh))
+
+
+def build(config: ExperimentConfig, devices: list[Any] | None = None) -> Experiment:
+    """Reads the dataset's description, not its arrays."""
+    info = puzzles.read_info(Path(config.data.path))
+    shape = trm.PuzzleShape(info.seq_len, info.vocab_size, info.num_identifiers)
+    mesh = sharding.make_mesh(devices)
+    sharding.check_divides(mesh, config.batch_size // config.accumulation, "batch_size / accumulation")
+    source = make_source(config, info)
+    task = build_task(config.task, config.model, shape, config.batch_size, source)
+    optimizer = build_optimizer(config.optimizer, config.batch_size, config.steps)
+
+    init = step.make_init(task, optimizer, config.seed, ema=config.ema_decay is not None)
+    train_step = step.make_train_step(
+        task, optimizer, config.seed, config.batch_size, config.accumulation, config.ema_decay
+    )
+    whole, rows = sharding.replicated(mesh), sharding.by_rows(mesh)
+    shapes = jax.eval_shape(init)
+    shardings = jax.tree.map(lambda _: whole, shapes)._replace(carry=jax.tree.map(lambda _: rows, shapes.carry))
+    return Experiment(
+        config=config,
+        info=info,
+        shape=shape,
+        mesh=mesh,
+        task=task,
+        optimizer=optimizer,
+        state_shardings=shardings,
+        init=jax.jit(init, out_shardings=shardings),
+        train_step=jax.jit(
+            train_step, donate_argnums=0, in_shardings=(shardings, whole), out_shardings=(shardings, whole)
+        ),
+    )
+
+
+def make_source(config: ExperimentConfig, info: puzzles.DatasetInfo) -> views.Source:
+    """How training examples are drawn from this dataset."""
+    endless = config.data.augmentations == "endless"
+    view = None
+    if info.kind == "sudoku":
+        assert info.box is not None
+        view = views.sudoku_view((info.box[0], info.box[1]), info.vocab_size)
+    elif config.data.augmentations not in ("endless", 0):
+        raise ConfigError(
+            f"data.augmentations={config.data.augmentations}: the puzzles in {config.data.path} are of kind "
+            f"{info.kind!r}, whose symmetries are not known; leave it out"
+        )
+    augmentations = None if endless else int(config.data.augmentations)
+    return views.Source(view, augmentations, config.seed, grouped=info.grouped)

@@ -1,0 +1,123 @@
+"""The TRM authors' PyTorch state dicts, in and out.
+
+Their linear weights are [out, in] and stand layer by layer; ours are [in, out], stacked over the layers. Names may
+carry the prefixes that their training script leaves (`_orig_mod.`, `model.`) or lack `inner.`; we write `inner.` alone.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinypod.errors import UserError
+from tinypod.models.trm import Params
+
+StateDict = dict[str, np.ndarray]
+
+# our path -> (their name, whether to transpose)
+_PLAIN: dict[tuple[str, ...], tuple[str, bool]] = {
+    ("embed", "tokens"): ("embed_tokens.embedding_weight", False),
+    ("embed", "positions"): ("embed_pos.embedding_weight", False),
+    ("head",): ("lm_head.weight", True),
+    ("q_head", "weight"): ("q_head.weight", True),
+    ("q_head", "bias"): ("q_head.bias", False),
+    ("z_init", "H"): ("H_init", False),
+    ("z_init", "L"): ("L_init", False),
+    ("puzzle_table",): ("puzzle_emb.weights", False),
+}
+_LAYERED: dict[tuple[str, ...], str] = {
+    ("layers", "token_mlp", "gate_up"): "mlp_t.gate_up_proj.weight",
+    ("layers", "token_mlp", "down"): "mlp_t.down_proj.weight",
+    ("layers", "attention", "qkv"): "self_attn.qkv_proj.weight",
+    ("layers", "attention", "out"): "self_attn.o_proj.weight",
+    ("layers", "mlp", "gate_up"): "mlp.gate_up_proj.weight",
+    ("layers", "mlp", "down"): "mlp.down_proj.weight",
+}
+
+
+PREFIXES = ("_orig_mod.", "model.", "inner.")
+
+
+def from_state_dict(state_dict: StateDict, like: Params) -> Params:
+    """Their weights in the structure of `like` (our parameters, real or abstract); every name and shape must match."""
+    theirs = {_bare(name): np.asarray(value, np.float32) for name, value in state_dict.items()}
+    wrong: list[str] = []
+    params: Params = {}
+    for path, wanted in _leaves(like):
+        names = _their_names(path, wanted.shape[0])
+        missing = [name for name in names if name not in theirs]
+        if missing:
+            wrong += [f"missing from the file: {name}" for name in missing]
+            continue
+        found = [theirs.pop(name) for name in names]
+        value = np.stack([x.T for x in found]) if path in _LAYERED else found[0].T if _PLAIN[path][1] else found[0]
+        if value.shape != wanted.shape:
+            wrong.append(f"{'/'.join(path)}: the file has {value.shape}, this config {wanted.shape}")
+        _place(params, path, np.ascontiguousarray(value))
+    wrong += [f"in the file, but not in this config: {name}" for name in sorted(theirs)]
+    if wrong:
+        raise UserError("these are the weights of another model:\n" + "\n".join(f"  {line}" for line in wrong))
+    return params
+
+
+def to_state_dict(params: Params) -> StateDict:
+    """Our parameters under the authors' names and in their orientation."""
+    state_dict: StateDict = {}
+    for path, leaf in _leaves(params):
+        value = np.asarray(leaf)
+        names = _their_names(path, value.shape[0])
+        pieces = [layer.T for layer in value] if path in _LAYERED else [value.T if _PLAIN[path][1] else value]
+        state_dict |= {f"inner.{name}": np.ascontiguousarray(piece) for name, piece in zip(names, pieces, strict=True)}
+    return state_dict
+
+
+def read_state_dict(path: Path) -> StateDict:
+    """Load a `.pt` file; weights only, so that a file from the net cannot run code."""
+    torch = _import_torch()
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"no file at {path}") from None
+    except Exception as error:  # torch raises pickle, zip, runtime and OS errors for a bad file
+        raise UserError(f"{path}: not a PyTorch file of plain weights: {str(error).splitlines()[0]}") from None
+    if not (isinstance(loaded, dict) and loaded and all(isinstance(value, torch.Tensor) for value in loaded.values())):
+        raise UserError(f"{path}: expected a state dict (names to tensors), found a {type(loaded).__name__}")
+    return {name: value.to(torch.float32).numpy() for name, value in loaded.items()}
+
+
+def write_state_dict(path: Path, state_dict: StateDict) -> None:
+    torch = _import_torch()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({name: torch.tensor(value) for name, value in state_dict.items()}, path)
+
+
+def _import_torch() -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise UserError("PyTorch weights need PyTorch: pip install 'tinypod[torch]'") from None
+    return torch
+
+
+def _bare(name: str) -> str:
+    while name.startswith(PREFIXES):
+        name = name.split(".", 1)[1]
+    return name
+
+
+def _their_names(path: tuple[str, ...], num_layers: int) -> list[str]:
+    if path in _LAYERED:
+        return [f"L_level.layers.{i}.{_LAYERED[path]}" for i in range(num_layers)]
+    return [_PLAIN[path][0]]
+
+
+def _leaves(tree: Params, prefix: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+    if not isinstance(tree, dict):
+        return [(prefix, tree)]
+    return [leaf for name, value in tree.items() for leaf in _leaves(value, (*prefix, name))]
+
+
+def _place(tree: Params, path: tuple[str, ...], value: np.ndarray) -> None:
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[path[-1]] = value

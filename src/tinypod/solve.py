@@ -1,0 +1,65 @@
+"""Puzzles of a user or of the held-out split, refined step by step by a trained model."""
+
+from pathlib import Path
+
+import numpy as np
+
+from tinypod.data import sudoku
+from tinypod.data.views import SUDOKU_FIRST_DIGIT
+from tinypod.display import Refinement
+from tinypod.errors import DataError, UserError
+from tinypod.evaluate import refine
+from tinypod.experiment import Experiment
+from tinypod.models.trm import Params
+
+
+def refinements(
+    experiment: Experiment, params: Params, puzzle: str | None, number: int, halt_steps: int | None
+) -> list[Refinement]:
+    """`puzzle` is characters, or a file with a puzzle a line; None takes the held-out puzzle of that number."""
+    if experiment.info.kind != "sudoku" or experiment.info.box is None:
+        raise UserError(f"solve draws Sudokus; this run's puzzles are of kind {experiment.info.kind!r}")
+    box = (experiment.info.box[0], experiment.info.box[1])
+    answer = None
+    if puzzle is None:
+        split = experiment.read_split(experiment.config.data.eval_split)
+        if number >= len(split):
+            raise UserError(f"--number {number}: there are {len(split)} held-out puzzles, numbered from 0")
+        questions, answer = to_digits(split.inputs[number : number + 1]), to_digits(split.labels[number])
+    else:
+        questions = np.stack(read_puzzles(puzzle, box))
+    steps = halt_steps or experiment.config.task.halting.max_steps
+    answers, halting = refine(experiment, params, to_tokens(questions), steps)
+    return [
+        Refinement(question, to_digits(answers[:, i]), halting[:, i], box, answer)
+        for i, question in enumerate(questions)
+    ]
+
+
+def read_puzzles(text: str, box: tuple[int, int]) -> list[np.ndarray]:
+    path = Path(text)
+    try:
+        is_file = path.is_file()
+    except OSError:  # a puzzle is a longer name than some file systems allow
+        is_file = False
+    if not is_file:
+        return [sudoku.parse_puzzle(text, box)]
+    parsed = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if line.strip():
+            try:
+                parsed.append(sudoku.parse_puzzle(line, box))
+            except DataError as error:
+                raise DataError(f"{path}:{number}: {error}") from None
+    if not parsed:
+        raise DataError(f"{path}: no puzzles in this file")
+    return parsed
+
+
+def to_digits(tokens: np.ndarray) -> np.ndarray:
+    """Tokens to digits; 0 for blank and padding."""
+    return np.maximum(tokens.astype(np.int32) - (SUDOKU_FIRST_DIGIT - 1), 0).astype(np.uint8)
+
+
+def to_tokens(digits: np.ndarray) -> np.ndarray:
+    return (digits + (SUDOKU_FIRST_DIGIT - 1)).astype(np.uint8)

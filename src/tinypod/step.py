@@ -1,0 +1,109 @@
+"""The training state and the step `(state, source) -> (state, sums)`; pure functions, compiled by their callers.
+
+All randomness of a step comes from the seed and the step's number, so that a state says everything about what follows.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from tinypod.optim import Optimizer, RowGradients, update_rows
+from tinypod.tasks.task import Task, Tree
+
+
+class TrainState(NamedTuple):
+    """Everything that a run carries from one step to the next."""
+
+    step: Array  # int32: updates done
+    params: dict[str, Tree]
+    opt_state: Tree
+    ema: dict[str, Tree]  # averages of the trained parameters; empty without EMA
+    carry: Tree
+
+
+def make_init(task: Task, optimizer: Optimizer, seed: int, ema: bool) -> Callable[[], TrainState]:
+    def init() -> TrainState:
+        params = task.init_params(jax.random.fold_in(jax.random.key(seed), 0))
+        trained = select_trained(task, params)
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=optimizer.chain.init(trained),
+            ema=jax.tree.map(jnp.copy, trained) if ema else {},  # a copy: the two are donated apart
+            carry=task.init_carry(params),
+        )
+
+    return init
+
+
+def select_trained(task: Task, params: dict[str, Tree]) -> dict[str, Tree]:
+    return {name: value for name, value in params.items() if name not in (*task.frozen, *task.tables)}
+
+
+def make_train_step(
+    task: Task, optimizer: Optimizer, seed: int, batch_size: int, accumulation: int, ema_decay: float | None
+) -> Callable[[TrainState, Tree], tuple[TrainState, dict[str, Array]]]:
+    """The step: draw, differentiate part by part, update, average."""
+
+    def gradients(
+        params: dict[str, Tree], carry: Tree, batch: Tree
+    ) -> tuple[Tree, dict[str, RowGradients], Tree, Tree]:
+        trained = select_trained(task, params)
+        carry = task.begin(params, carry, batch)
+        ids = task.lookup(carry)
+        rows = {name: params[name][ids[name]] for name in ids}
+
+        def loss(trained: Tree, rows: Tree) -> Any:
+            return task.loss(params | trained, rows, carry, batch)
+
+        (_, (carry, sums)), (grads, row_grads) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(trained, rows)
+        return grads, {name: RowGradients(ids[name], row_grads[name]) for name in ids}, carry, sums
+
+    def accumulate(
+        params: dict[str, Tree], carry: Tree, batch: Tree
+    ) -> tuple[Tree, dict[str, RowGradients], Tree, Tree]:
+        """The same over parts of the batch, one after the other."""
+        parts = jax.tree.map(lambda x: x.reshape(accumulation, -1, *x.shape[1:]), (carry, batch))
+        zeros = jax.tree.map(jnp.zeros_like, select_trained(task, params))
+
+        def add(total: Tree, part: Tree) -> tuple[Tree, Tree]:
+            grads, *rest = gradients(params, *part)
+            return jax.tree.map(jnp.add, total, grads), rest
+
+        grads, (row_grads, carry, sums) = jax.lax.scan(add, zeros, parts)
+        row_grads, carry = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (row_grads, carry))
+        return grads, row_grads, carry, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+
+    def train_step(state: TrainState, source: Tree) -> tuple[TrainState, dict[str, Array]]:
+        batch = task.draw(source, jax.random.fold_in(jax.random.key(seed), state.step + 1))  # 0 was for the weights
+        differentiate = gradients if accumulation == 1 else accumulate
+        grads, row_grads, carry, sums = differentiate(state.params, state.carry, batch)
+        # The loss is a sum, and its gradients are divided here, in float32: a mean's would underflow in float16.
+        grads = jax.tree.map(lambda g: g / batch_size, grads)
+
+        trained = select_trained(task, state.params)
+        updates, opt_state = optimizer.chain.update(grads, state.opt_state, trained)
+        trained = optax.apply_updates(trained, updates)
+        tables = {
+            name: update_rows(
+                state.params[name],
+                row_grads[name],
+                optimizer.table_learning_rate(state.step),
+                optimizer.table_weight_decay,
+            )
+            for name in row_grads
+        }
+        ema = jax.tree.map(lambda e, p: ema_decay * e + (1 - ema_decay) * p, state.ema, trained) if ema_decay else {}
+        sums = sums | {"grad_norm": optax.tree.norm(grads), "updates": jnp.float32(1)}
+        return TrainState(state.step + 1, state.params | trained | tables, opt_state, ema, carry), sums
+
+    return train_step
+
+
+def evaluation_params(state: TrainState, weights: str) -> dict[str, Tree]:
+    """The parameters that evaluation uses: `live`, or `ema` where averages are kept."""
+    return state.params | state.ema if weights == "ema" else state.params
