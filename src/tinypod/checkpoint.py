@@ -79,6 +79,8 @@ class Checkpoints:
             raise CheckpointError(f"{self.folder}: no checkpoints here; is {self.folder.parent} a run folder?")
         self._manager = ocp.CheckpointManager(
             self.folder,
+            # Named here, because a process that has not saved yet would not know how to read what is described.
+            item_handlers={"state": ocp.StandardCheckpointHandler(), "info": ocp.JsonCheckpointHandler()},
             options=ocp.CheckpointManagerOptions(
                 read_only=read_only,
                 preservation_policy=None if read_only else checkpoint_managers.AnyPreservationPolicy(policies),

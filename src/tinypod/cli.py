@@ -179,7 +179,9 @@ def solve(
     weights: Annotated[str | None, typer.Option(help="`ema` or `live`; default: the config's eval.weights.")] = None,
     halt_steps: Annotated[int | None, typer.Option(min=1, help="Steps to think; default: as in training.")] = None,
     every: Annotated[int, typer.Option(min=1, help="Show each so-many-th step.")] = 1,
-    number: Annotated[int, typer.Option(min=0, help="Which held-out puzzle, when none is given.")] = 0,
+    number: Annotated[
+        int | None, typer.Option(min=0, help="Which held-out puzzle, when none is given; default: one that takes long.")
+    ] = None,
     svg: Annotated[Path | None, typer.Option(help="Also draw the (first) answer into this SVG file.")] = None,
 ) -> None:
     """Show an answer being refined step by step, and when the model itself would have stopped."""

@@ -119,7 +119,8 @@ def name_metrics(sums: dict[str, np.ndarray], sources: list[str]) -> dict[str, f
     present = [i for i in range(len(sources)) if count[i]]
     if len(present) > 1:
         for i in present:
-            metrics |= {f"{name}/{sources[i]}": float(sums[name][i] / count[i]) for name in (*names, "puzzles")}
+            metrics |= {f"{name}/{sources[i]}": float(sums[name][i] / count[i]) for name in names}
+            metrics[f"puzzles/{sources[i]}"] = float(count[i])
     return metrics
 
 

@@ -12,28 +12,34 @@ from tinypod.evaluate import refine
 from tinypod.experiment import Experiment
 from tinypod.models.trm import Params
 
+HELD_OUT = 200  # held-out puzzles among which the one that took longest to solve is shown
+
 
 def refinements(
-    experiment: Experiment, params: Params, puzzle: str | None, number: int, halt_steps: int | None
+    experiment: Experiment, params: Params, puzzle: str | None, number: int | None, halt_steps: int | None
 ) -> list[Refinement]:
-    """`puzzle` is characters, or a file with a puzzle a line; None takes the held-out puzzle of that number."""
+    """`puzzle` is characters, or a file with a puzzle a line; None takes a held-out one: of that number, or a slow one."""
     if experiment.info.kind != "sudoku" or experiment.info.box is None:
         raise UserError(f"solve draws Sudokus; this run's puzzles are of kind {experiment.info.kind!r}")
     box = (experiment.info.box[0], experiment.info.box[1])
-    answer = None
-    if puzzle is None:
-        split = experiment.read_split(experiment.config.data.eval_split)
-        if number >= len(split):
-            raise UserError(f"--number {number}: there are {len(split)} held-out puzzles, numbered from 0")
-        questions, answer = to_digits(split.inputs[number : number + 1]), to_digits(split.labels[number])
-    else:
+    known: np.ndarray | None = None
+    if puzzle is not None:
         questions = np.stack(read_puzzles(puzzle, box))
+    else:
+        split = experiment.read_split(experiment.config.data.eval_split)
+        if number is not None and number >= len(split):
+            raise UserError(f"--number {number}: there are {len(split)} held-out puzzles, numbered from 0")
+        rows = slice(HELD_OUT) if number is None else slice(number, number + 1)
+        questions, known = to_digits(split.inputs[rows]), to_digits(split.labels[rows])
     steps = halt_steps or experiment.config.task.halting.max_steps
     answers, halting = refine(experiment, params, to_tokens(questions), steps)
-    return [
-        Refinement(question, to_digits(answers[:, i]), halting[:, i], box, answer)
+    refined = [
+        Refinement(question, to_digits(answers[:, i]), halting[:, i], box, None if known is None else known[i])
         for i, question in enumerate(questions)
     ]
+    if puzzle is None and number is None:
+        return [max(refined, key=lambda r: (r.solved, r.solved_at or 0))]
+    return refined
 
 
 def read_puzzles(text: str, box: tuple[int, int]) -> list[np.ndarray]:

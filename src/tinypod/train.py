@@ -197,6 +197,6 @@ def _better(config: ExperimentConfig, step: int, outcome: Outcome) -> tuple[tupl
         return outcome.best, False
     value = outcome.evaluation[best.metric]
     sign = 1 if best.mode == "max" else -1
-    if outcome.best is None or sign * value > sign * outcome.best[1]:
+    if outcome.best is None or sign * value >= sign * outcome.best[1]:  # of equals the later one, as is kept on disk
         return (step, value), True
     return outcome.best, False

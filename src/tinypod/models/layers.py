@@ -5,7 +5,6 @@ Shape letters: B batch, T positions, D width, F inner width of an MLP, N heads, 
 """
 
 import math
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +52,13 @@ def swiglu(params: dict[str, Array], x: Array) -> Array:
     return linear(jax.nn.silu(gate) * up, params["down"])
 
 
+def token_swiglu(params: dict[str, Array], x_BTD: Array) -> Array:
+    """SwiGLU over the positions, the same for every channel; without the transposes that its definition suggests."""
+    gate_up_BFD = jnp.einsum("btd,tf->bfd", x_BTD, params["gate_up"].astype(x_BTD.dtype))
+    gate_BFD, up_BFD = jnp.split(gate_up_BFD, 2, axis=1)
+    return jnp.einsum("bfd,ft->btd", jax.nn.silu(gate_BFD) * up_BFD, params["down"].astype(x_BTD.dtype))
+
+
 def rope_tables(num_positions: int, head_dim: int, theta: float) -> tuple[Array, Array]:
     """cos and sin of shape [T, 1, H], the two halves of a head sharing their angles."""
     frequency_H2 = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
@@ -77,18 +83,12 @@ def attention_init(key: Array, num_layers: int, width: int) -> dict[str, Array]:
     }
 
 
-def attention(
-    params: dict[str, Array],
-    x_BTD: Array,
-    num_heads: int,
-    rope: tuple[Array, Array] | None,
-    implementation: Literal["xla", "cudnn"] = "xla",
-) -> Array:
+def attention(params: dict[str, Array], x_BTD: Array, num_heads: int, rope: tuple[Array, Array] | None) -> Array:
     """Self-attention of every position to every position."""
     B, T, D = x_BTD.shape
     qkv_BTNH = linear(x_BTD, params["qkv"]).reshape(B, T, 3 * num_heads, D // num_heads)
     q_BTNH, k_BTNH, v_BTNH = jnp.split(qkv_BTNH, 3, axis=2)
     if rope is not None:
         q_BTNH, k_BTNH = rotate(q_BTNH, *rope), rotate(k_BTNH, *rope)
-    y_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BTNH, v_BTNH, implementation=implementation)
+    y_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BTNH, v_BTNH)
     return linear(y_BTNH.reshape(B, T, D), params["out"])

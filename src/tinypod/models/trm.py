@@ -49,7 +49,6 @@ class AttentionMixing(Config):
     kind: Literal["attention"] = "attention"
     num_heads: PositiveInt = 8
     positions: Annotated[Rope | Learned | NoPositions, Field(discriminator="kind")] = Rope()
-    implementation: Literal["xla", "cudnn"] = "xla"  # cudnn: NVIDIA GPUs and 16-bit dtypes only
 
 
 class PuzzleTable(Config):
@@ -86,8 +85,6 @@ class TrmConfig(Config):
                 raise ValueError(
                     f"RoPE needs heads of even width, got {width // heads} (hidden_size / mixing.num_heads)"
                 )
-            if self.mixing.implementation == "cudnn" and self.dtype == "float32":
-                raise ValueError("mixing.implementation=cudnn needs dtype bfloat16 or float16")
         if isinstance(self.puzzle_embedding, PuzzleTable):
             room = self.puzzle_embedding.length * self.hidden_size
             if self.puzzle_embedding.width > room:
@@ -176,12 +173,9 @@ def make_net(config: TrmConfig, num_positions: int) -> Callable[[Params, Array, 
 
     def block(x_BTD: Array, layer: Params) -> Array:
         if isinstance(mixing, AttentionMixing):
-            mixed = layers.attention(layer["attention"], x_BTD, mixing.num_heads, rope, mixing.implementation)
-            x_BTD = layers.rms_norm(x_BTD + mixed)
+            x_BTD = layers.rms_norm(x_BTD + layers.attention(layer["attention"], x_BTD, mixing.num_heads, rope))
         else:
-            x_BDT = jnp.swapaxes(x_BTD, 1, 2)
-            x_BDT = layers.rms_norm(x_BDT + layers.swiglu(layer["token_mlp"], x_BDT))  # normalised along T
-            x_BTD = jnp.swapaxes(x_BDT, 1, 2)
+            x_BTD = layers.rms_norm(x_BTD + layers.token_swiglu(layer["token_mlp"], x_BTD), axis=1)
         return layers.rms_norm(x_BTD + layers.swiglu(layer["mlp"], x_BTD))
 
     def net(stacked: Params, h_BTD: Array, injection_BTD: Array) -> Array:

@@ -1,0 +1,5 @@
+"""`python -m tinypod`, for where the console script is not installed."""
+
+from tinypod.cli import main
+
+main()

@@ -1,0 +1,134 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fixtures import info_4x4, split_4x4, write_4x4
+
+from tinypod.data import puzzles
+from tinypod.errors import DataError
+
+
+def test_a_dataset_reads_back(tmp_path: Path) -> None:
+    folder = write_4x4(tmp_path / "data", train=7, test=3, num_sources=2)
+    info = puzzles.read_info(folder)
+    split, expected = puzzles.read_split(folder, info, "train"), split_4x4(7, 1, 2)
+    for field in puzzles.FIELDS:
+        assert np.array_equal(getattr(split, field), getattr(expected, field)), field
+    assert (info.splits["train"].rows, info.splits["test"].rows) == (7, 3)
+
+
+def test_a_dataset_is_not_overwritten(tmp_path: Path) -> None:
+    folder = write_4x4(tmp_path / "data")
+    with pytest.raises(DataError, match="already holds a dataset"):
+        write_4x4(folder)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "gone", "swap"])
+def test_damage_is_noticed(tmp_path: Path, damage: str) -> None:
+    folder = write_4x4(tmp_path / "data")
+    info, path = puzzles.read_info(folder), folder / "train.npz"
+    content = path.read_bytes()
+    if damage == "cut":
+        path.write_bytes(content[: len(content) // 2])
+    elif damage == "flip":
+        path.write_bytes(content[:300] + bytes([content[300] ^ 1]) + content[301:])
+    elif damage == "swap":
+        path.write_bytes((folder / "test.npz").read_bytes())
+    else:
+        path.unlink()
+    with pytest.raises(DataError, match=str(path)):
+        puzzles.read_split(folder, info, "train")
+
+
+def test_missing_folders_and_splits_say_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no dataset at .*nowhere.*tinypod data sudoku"):
+        puzzles.read_info(tmp_path / "nowhere")
+    folder = write_4x4(tmp_path / "data")
+    with pytest.raises(DataError, match="no split 'valid'; it has train, test"):
+        puzzles.read_split(folder, puzzles.read_info(folder), "valid")
+    (folder / "dataset.json").write_text("{}")
+    with pytest.raises(DataError, match="not a dataset description"):
+        puzzles.read_info(folder)
+
+
+def test_arrays_that_do_not_fit_the_description_are_refused(tmp_path: Path) -> None:
+    split = split_4x4(5)
+    with pytest.raises(DataError, match="inputs holds 5, expected values from 0 to 4"):
+        puzzles.write_dataset(tmp_path / "a", info_4x4(vocab_size=5), {"train": split})
+    with pytest.raises(DataError, match=r"inputs has shape \(5, 16\), expected \(5, 9\)"):
+        puzzles.write_dataset(tmp_path / "b", info_4x4(seq_len=9), {"train": split})
+    with pytest.raises(DataError, match="no rows"):
+        puzzles.write_dataset(tmp_path / "c", info_4x4(), {"train": split_4x4(0)})
+
+
+def authors_folder(folder: Path) -> Path:
+    """Two groups: one of three single-example puzzles, one of one puzzle with two examples; as their scripts write it."""
+    for split in ("train", "test"):
+        (folder / split).mkdir(parents=True)
+        described = {
+            "pad_id": 0,
+            "ignore_label_id": 0,
+            "blank_identifier_id": 0,
+            "vocab_size": 11,
+            "seq_len": 4,
+            "num_puzzle_identifiers": 3,
+            "total_groups": 2,
+            "mean_puzzle_examples": 1.25,
+            "total_puzzles": 4,
+            "sets": ["all"],
+        }
+        (folder / split / "dataset.json").write_text(json.dumps(described))
+        arrays = {
+            "inputs": np.arange(20).reshape(5, 4) % 11,
+            "labels": np.arange(20).reshape(5, 4) % 10 + 1,
+            "puzzle_identifiers": np.array([1, 1, 2, 2], np.int32),
+            "puzzle_indices": np.array([0, 1, 2, 3, 5], np.int32),
+            "group_indices": np.array([0, 3, 4], np.int32),
+        }
+        for name, array in arrays.items():
+            np.save(folder / split / f"all__{name}.npy", array)
+    return folder
+
+
+def test_the_authors_folders_are_read(tmp_path: Path) -> None:
+    info, splits = puzzles.import_authors_folder(authors_folder(tmp_path / "theirs"))
+    train = splits["train"]
+    assert (info.seq_len, info.vocab_size, info.num_identifiers, info.grouped) == (4, 11, 3, True)
+    assert train.identifiers.tolist() == [1, 1, 2, 2, 2]
+    assert train.group_offsets.tolist() == [0, 3, 5]
+    assert train.group_weights.tolist() == [
+        1.0,
+        2.0,
+    ]  # an epoch shows one example of the first group, two of the second
+    written = puzzles.write_dataset(tmp_path / "ours", info, splits)
+    again = puzzles.read_split(tmp_path / "ours", written, "train")
+    assert np.array_equal(again.inputs, train.inputs)
+    assert np.array_equal(again.group_offsets, train.group_offsets)
+
+
+def test_labels_ignored_by_the_authors_are_ignored_here(tmp_path: Path) -> None:
+    folder = authors_folder(tmp_path / "theirs")
+    described = json.loads((folder / "train/dataset.json").read_text()) | {"ignore_label_id": 3}
+    (folder / "train/dataset.json").write_text(json.dumps(described))
+    _, splits = puzzles.import_authors_folder(folder)
+    assert splits["train"].labels.reshape(-1)[2] == 0
+    assert splits["test"].labels.reshape(-1)[2] == 3
+
+
+def test_what_is_wrong_with_an_authors_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no converted dataset here"):
+        puzzles.import_authors_folder(tmp_path)
+    folder = authors_folder(tmp_path / "theirs")
+    (folder / "test/all__labels.npy").unlink()
+    with pytest.raises(DataError, match="test/all__labels.npy: missing"):
+        puzzles.import_authors_folder(folder)
+    folder = authors_folder(tmp_path / "cut")
+    path = folder / "train/all__inputs.npy"
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(DataError, match="train/all__inputs.npy: not readable"):
+        puzzles.import_authors_folder(folder)
+    folder = authors_folder(tmp_path / "odd")
+    np.save(folder / "train/all__puzzle_indices.npy", np.array([0, 1, 2, 3, 4]))
+    with pytest.raises(DataError, match="do not belong together"):
+        puzzles.import_authors_folder(folder)
