@@ -1,13 +1,17 @@
 """8 fake CPU devices, strict dtypes, no silent broadcasting: set before JAX starts."""
 
 import os
+import tempfile
+
+from hypothesis import settings
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
-
-from hypothesis import settings  # noqa: E402
+# Most of the tests' time is compiling: what one test or process compiled serves the others. New for each session.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(prefix="tinypod-tests-"))
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 settings.register_profile("tinypod", deadline=None, derandomize=True)  # tests time nothing, and fail alike everywhere
 settings.load_profile("tinypod")

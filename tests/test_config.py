@@ -2,11 +2,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
-from fixtures import CONFIGS, TINY
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, PositiveInt
 
+from fixtures import CONFIGS, TINY
 from tinypod import config as configs
 from tinypod.errors import ConfigError
 from tinypod.experiment import ExperimentConfig

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fixtures import tiny_config, write_4x4
 
+from fixtures import tiny_config, write_4x4
 from tinypod import experiment, step
 from tinypod.errors import ConfigError
 

@@ -8,6 +8,7 @@ a checkpoint that cannot be read: it is refused, and the one before it is offere
 
 import logging
 import shutil
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,10 +67,12 @@ class Checkpoints:
         self.folder = folder.absolute()
         self.best_metric, self.best_mode = best_metric, best_mode
         policies: list[Any] = [checkpoint_managers.LatestN(keep_last)]
+        best_fn = None
         if best_metric is not None:
+            best_fn = lambda metrics: metrics[best_metric]  # noqa: E731
             policies.append(
                 checkpoint_managers.BestN(
-                    get_metric_fn=lambda metrics: metrics[best_metric],
+                    get_metric_fn=best_fn,
                     reverse=best_mode == "min",
                     n=1,
                     keep_checkpoints_without_metrics=False,
@@ -83,6 +86,8 @@ class Checkpoints:
             item_handlers={"state": ocp.StandardCheckpointHandler(), "info": ocp.JsonCheckpointHandler()},
             options=ocp.CheckpointManagerOptions(
                 read_only=read_only,
+                best_fn=best_fn,  # without it, metrics are not written; the policy decides what is kept
+                best_mode=best_mode,
                 preservation_policy=None if read_only else checkpoint_managers.AnyPreservationPolicy(policies),
                 cleanup_tmp_directories=not read_only,  # what a kill in the middle of a save left behind
             ),
@@ -144,6 +149,7 @@ class Checkpoints:
             expected = restored["info"]["checksums"]
             found = jax.device_get(checksums(restored["state"]))
         except Exception as error:  # Orbax and TensorStore raise bare Exceptions too
+            _hush_readers()
             raise self._damaged(step, _first_line(error)) from error
         wrong = [name for name in wanted if int(found[name]) != expected.get(name)]
         if wrong:
@@ -187,7 +193,7 @@ class Checkpoints:
         except Exception as error:
             raise self._damaged(step, _first_line(error)) from error
         lines = []
-        for name in sorted(stored.keys() | wanted.keys()):
+        for name in sorted(stored.keys() | wanted.keys(), key=lambda name: (not name.startswith("params."), name)):
             ours = (tuple(wanted[name].shape), jnp.dtype(wanted[name].dtype)) if name in wanted else None
             if stored.get(name) != ours:
                 lines.append(
@@ -210,6 +216,17 @@ class Checkpoints:
             f"(newer ones are moved to {SET_ASIDE}/, not deleted)"
         )
         return CheckpointError(f"{self.folder / str(step)} is damaged: {why}\nIt was left as it is; {advice}")
+
+
+def _hush_readers() -> None:
+    """After a failed read the others that were on their way complain that nobody waits for them: keep that off stderr."""
+    previous = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if "Event loop is closed" not in str(unraisable.exc_value):
+            previous(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def _describe(leaf: tuple[tuple[int, ...], Any] | None) -> str:

@@ -18,7 +18,7 @@ HELD_OUT = 200  # held-out puzzles among which the one that took longest to solv
 def refinements(
     experiment: Experiment, params: Params, puzzle: str | None, number: int | None, halt_steps: int | None
 ) -> list[Refinement]:
-    """`puzzle` is characters, or a file with a puzzle a line; None takes a held-out one: of that number, or a slow one."""
+    """`puzzle` is characters, or a file with one a line; None takes a held-out one: of that number, or a slow one."""
     if experiment.info.kind != "sudoku" or experiment.info.box is None:
         raise UserError(f"solve draws Sudokus; this run's puzzles are of kind {experiment.info.kind!r}")
     box = (experiment.info.box[0], experiment.info.box[1])

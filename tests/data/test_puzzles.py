@@ -3,8 +3,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fixtures import info_4x4, split_4x4, write_4x4
 
+from fixtures import info_4x4, split_4x4, write_4x4
 from tinypod.data import puzzles
 from tinypod.errors import DataError
 
@@ -63,7 +63,7 @@ def test_arrays_that_do_not_fit_the_description_are_refused(tmp_path: Path) -> N
 
 
 def authors_folder(folder: Path) -> Path:
-    """Two groups: one of three single-example puzzles, one of one puzzle with two examples; as their scripts write it."""
+    """Two groups, as their scripts write them: three puzzles with an example each, and one puzzle with two."""
     for split in ("train", "test"):
         (folder / split).mkdir(parents=True)
         described = {
@@ -121,12 +121,12 @@ def test_what_is_wrong_with_an_authors_folder_is_named(tmp_path: Path) -> None:
         puzzles.import_authors_folder(tmp_path)
     folder = authors_folder(tmp_path / "theirs")
     (folder / "test/all__labels.npy").unlink()
-    with pytest.raises(DataError, match="test/all__labels.npy: missing"):
+    with pytest.raises(DataError, match=r"test/all__labels\.npy: missing"):
         puzzles.import_authors_folder(folder)
     folder = authors_folder(tmp_path / "cut")
     path = folder / "train/all__inputs.npy"
     path.write_bytes(path.read_bytes()[:-7])
-    with pytest.raises(DataError, match="train/all__inputs.npy: not readable"):
+    with pytest.raises(DataError, match=r"train/all__inputs\.npy: not readable"):
         puzzles.import_authors_folder(folder)
     folder = authors_folder(tmp_path / "odd")
     np.save(folder / "train/all__puzzle_indices.npy", np.array([0, 1, 2, 3, 4]))

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fixtures import split_4x4
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fixtures import split_4x4
 from tinypod.data import views
 from tinypod.data.sudoku import generate, unit_cells
 
