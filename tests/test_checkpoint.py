@@ -51,7 +51,7 @@ def test_a_state_comes_back_to_the_bit_with_its_shardings(built, state, tmp_path
         assert new.dtype == old.dtype, name
         assert np.array_equal(new, old), name
         assert new.sharding.is_equivalent_to(old.sharding, new.ndim), name
-    assert again.config(3) == {"a": 3}
+    assert again.info(3)["a"] == 3
 
 
 def test_the_last_and_the_best_are_kept(state, tmp_path: Path) -> None:
@@ -59,6 +59,12 @@ def test_the_last_and_the_best_are_kept(state, tmp_path: Path) -> None:
     checkpoints = saved(tmp_path / "c", state, metrics, keep_last=2)
     assert checkpoints.steps() == [5, 7, 8]
     assert checkpoints.best() == (5, 0.9)
+    checkpoints.close()
+    again = Checkpoints(tmp_path / "c", keep_last=2, best_metric="eval/x")  # a new start knows it, too
+    assert again.best() == (5, 0.9)
+    again.save(at(state, 9), {})
+    again.wait()
+    assert again.steps() == [5, 8, 9]
     lowest = saved(tmp_path / "d", state, {1: 3.0, 2: 1.0, 3: 2.0, 4: 4.0}, keep_last=1, best_mode="min")
     assert lowest.steps() == [2, 4]
     assert lowest.best() == (2, 1.0)

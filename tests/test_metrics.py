@@ -22,7 +22,7 @@ import os, signal, sys
 from pathlib import Path
 from tinypod.metrics import WandbSettings, open_metrics
 run_dir, mirror, resume, last, kill = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
-wandb = WandbSettings("tests", mode="offline") if mirror == "wandb" else None
+wandb = WandbSettings(project="tests", mode="offline") if mirror == "wandb" else None
 metrics = open_metrics(
     run_dir, tensorboard=mirror == "tensorboard", wandb=wandb, config={"lr": 0.1}, resume_step=resume
 )
@@ -274,7 +274,7 @@ class _Server:
 
 
 def _train(run_dir: Path, resume: int, last: int, *, kill: bool = False, scale: float = 1.0) -> None:
-    settings = WandbSettings("tests", mode="online")
+    settings = WandbSettings(project="tests", mode="online")
     metrics = open_metrics(run_dir, tensorboard=False, wandb=settings, config={}, resume_step=resume)
     for step in range(resume + 1, last + 1):
         metrics.write(step, {"train/loss": scale / step})
@@ -355,7 +355,7 @@ def test_wandb_missing_stops_a_new_run_but_not_one_that_goes_on(
 
 def test_disabled_wandb_needs_no_package_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    settings = WandbSettings("tests", mode="disabled")
+    settings = WandbSettings(project="tests", mode="disabled")
     with open_metrics(tmp_path, tensorboard=False, wandb=settings, config={}, resume_step=0) as metrics:
         metrics.write(1, {"train/loss": 1.0})
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
@@ -369,7 +369,7 @@ def test_a_wandb_that_cannot_start_is_a_user_error(
 
     monkeypatch.setattr(server, "init", no_key)
     with pytest.raises(UserError, match=r"api_key not configured.*wandb login"):
-        WandbMirror(tmp_path, WandbSettings("tests"), {})
+        WandbMirror(tmp_path, WandbSettings(project="tests"), {})
 
 
 def test_a_mirror_that_fails_is_reported_once_and_training_goes_on(

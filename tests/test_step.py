@@ -55,7 +55,7 @@ def test_eight_devices_are_one(data: Path) -> None:
 
 def test_a_batch_that_does_not_divide_is_refused(data: Path) -> None:
     with pytest.raises(ConfigError, match="12 rows do not divide over 8 devices; choose a multiple of 8"):
-        experiment.build(tiny_config(data, "batch_size=12"))
+        experiment.build(tiny_config(data, "batch_size=12")).check_batch()
 
 
 def test_the_batch_is_a_function_of_seed_and_step(data: Path) -> None:

@@ -2,11 +2,12 @@
 
 `checkpoints/<step>/` holds `state` (every leaf of the TrainState under its dotted path) and `info` (the config and a
 checksum of every leaf). Orbax writes in the background and renames a folder into place only when it is complete.
-It does not notice a flipped bit in an array, so a restore recomputes the checksums. Nothing here overwrites or deletes
-a checkpoint that cannot be read: it is refused, and the one before it is offered.
+It does not notice a flipped bit in an array, so a restore recomputes the checksums. A checkpoint that cannot be read is
+refused and left as it is, and the one before it is offered.
 """
 
 import logging
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -63,13 +64,14 @@ class Checkpoints:
         best_mode: Literal["max", "min"] = "max",
         read_only: bool = False,
     ) -> None:
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of every option it derives
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax tells of every option, and of errors twice
         self.folder = folder.absolute()
         self.best_metric, self.best_mode = best_metric, best_mode
         policies: list[Any] = [checkpoint_managers.LatestN(keep_last)]
         best_fn = None
         if best_metric is not None:
-            best_fn = lambda metrics: metrics[best_metric]  # noqa: E731
+            worst = -math.inf if best_mode == "max" else math.inf
+            best_fn = lambda metrics: metrics.get(best_metric, worst)  # noqa: E731
             policies.append(
                 checkpoint_managers.BestN(
                     get_metric_fn=best_fn,
@@ -78,22 +80,29 @@ class Checkpoints:
                     keep_checkpoints_without_metrics=False,
                 )
             )
-        if read_only and not self.folder.is_dir():
-            raise CheckpointError(f"{self.folder}: no checkpoints here; is {self.folder.parent} a run folder?")
-        self._manager = ocp.CheckpointManager(
+        try:
+            self._manager = self._open(read_only, policies, best_fn)
+        except OSError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{self.folder}: a checkpoint here cannot be read: {_first_line(error)}") from error
+
+    def _open(self, read_only: bool, policies: list[Any], best_fn: Any) -> ocp.CheckpointManager:
+        return ocp.CheckpointManager(
             self.folder,
             # Named here, because a process that has not saved yet would not know how to read what is described.
             item_handlers={"state": ocp.StandardCheckpointHandler(), "info": ocp.JsonCheckpointHandler()},
             options=ocp.CheckpointManagerOptions(
                 read_only=read_only,
                 best_fn=best_fn,  # without it, metrics are not written; the policy decides what is kept
-                best_mode=best_mode,
+                best_mode=self.best_mode,
                 preservation_policy=None if read_only else checkpoint_managers.AnyPreservationPolicy(policies),
                 cleanup_tmp_directories=not read_only,  # what a kill in the middle of a save left behind
             ),
         )
 
     def steps(self) -> list[int]:
+        """Complete ones."""
         return sorted(self._manager.all_steps())
 
     def latest(self) -> int | None:
@@ -103,18 +112,24 @@ class Checkpoints:
         """The step with the best metric, and that metric."""
         scored = []
         for step in self.steps():
-            metrics = self._manager.metrics(step) or {}
+            try:
+                metrics = self._manager.metrics(step) or {}
+            except Exception:  # its own restore will say what is wrong with it
+                continue
             if self.best_metric in metrics:
                 scored.append((step, float(metrics[self.best_metric])))
         sign = 1 if self.best_mode == "max" else -1
         return max(scored, key=lambda item: (sign * item[1], item[0]), default=None)
 
-    def save(self, state: TrainState, config: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
-        """Start saving; the arrays are copied before this returns, the files are written behind it."""
+    def save(self, state: TrainState, about: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
+        """Start saving; the arrays are copied before this returns, the files are written behind it.
+
+        `about` goes into `info`; `metrics` decide which checkpoint is the best.
+        """
         flat = flatten(state)
         sums = {name: int(value) for name, value in jax.device_get(checksums(flat)).items()}
         step = int(state.step)
-        info = {"tinypod": __version__, "config": config, "checksums": sums}
+        info = {"tinypod": __version__, **about, "checksums": sums}
         arguments = ocp.args.Composite(state=ocp.args.StandardSave(flat), info=ocp.args.JsonSave(info))
         try:
             self._manager.save(step, args=arguments, metrics=metrics, force=True)
@@ -132,9 +147,12 @@ class Checkpoints:
         self._manager.close()
 
     def _save_error(self, error: Exception) -> CheckpointError:
+        _hush_readers()
+        text = str(error)
+        why = "no space left on the device" if "No space left" in text else _first_line(error)
         kept = f"the latest complete one is step {self.latest()}" if self.steps() else "there is no complete one yet"
         return CheckpointError(
-            f"{self.folder}: saving a checkpoint failed: {_first_line(error)}; {kept}. "
+            f"{self.folder}: saving a checkpoint failed: {why}; {kept}. "
             "Free some space or mend the folder, then start the same command again"
         )
 
@@ -157,12 +175,11 @@ class Checkpoints:
         leaves = [restored["state"][name] for name in wanted]
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
-    def config(self, step: int) -> dict[str, Any]:
-        """The config that a checkpoint was saved with."""
+    def info(self, step: int) -> dict[str, Any]:
+        """What was stored beside the state: the config, the dataset's hashes, the checksums."""
         self._check_exists(step)
         try:
-            info = self._manager.restore(step, args=ocp.args.Composite(info=ocp.args.JsonRestore()))["info"]
-            return dict(info["config"])
+            return dict(self._manager.restore(step, args=ocp.args.Composite(info=ocp.args.JsonRestore()))["info"])
         except Exception as error:
             raise self._damaged(step, _first_line(error)) from error
 
@@ -210,7 +227,7 @@ class Checkpoints:
     def _damaged(self, step: int, why: str) -> CheckpointError:
         earlier = max((s for s in self.steps() if s < step), default=None)
         advice = (
-            "there is none before it; start again in another --run folder"
+            f"there is none before it in {self.folder}; start again in another --run folder"
             if earlier is None
             else f"the one before it is step {earlier}: add --from-step {earlier} to go on from there "
             f"(newer ones are moved to {SET_ASIDE}/, not deleted)"
@@ -219,7 +236,7 @@ class Checkpoints:
 
 
 def _hush_readers() -> None:
-    """After a failed read the others that were on their way complain that nobody waits for them: keep that off stderr."""
+    """After a failure, the reads and writes still on their way complain that nobody waits for them: not on stderr."""
     previous = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
@@ -234,5 +251,5 @@ def _describe(leaf: tuple[tuple[int, ...], Any] | None) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return (lines[0] if lines else type(error).__name__)[:300]
+    lines = str(error).split("See full TensorStore details")[0].splitlines()
+    return (lines[0].strip() if lines else type(error).__name__)[:300]

@@ -3,7 +3,7 @@
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -34,6 +34,9 @@ Overrides = Annotated[
     ),
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+WeightsOption = Annotated[
+    Literal["ema", "live"] | None, typer.Option("--weights", help="Which weights; default: the config's eval.weights.")
+]
 CheckpointOption = Annotated[str, typer.Option("--checkpoint", help="Which one: `best`, `latest` or a step.")]
 
 
@@ -42,9 +45,17 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        errors.print("[bold red]error:[/] ", end="")
-        errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        sys.exit(2)
+        _fail(str(error))
+    except OSError as error:
+        if error.filename is None and error.strerror is None:
+            raise
+        _fail(f"{error.filename or 'a file'}: {error.strerror}")
+
+
+def _fail(message: str) -> None:
+    errors.print("[bold red]error:[/] ", end="")
+    errors.print(message, markup=False, highlight=False, soft_wrap=True)
+    sys.exit(2)
 
 
 @app.callback(invoke_without_command=True)
@@ -65,7 +76,7 @@ def train(
     ] = None,
     from_step: Annotated[
         int | None,
-        typer.Option("--from-step", help="Go on from this checkpoint; newer ones are set aside, not deleted."),
+        typer.Option("--from-step", help="Go on from this checkpoint, once; newer ones are set aside, not deleted."),
     ] = None,
 ) -> None:
     """Train, or go on where the run folder left off.
@@ -76,13 +87,18 @@ def train(
     Example: `tinypod train configs/demo.yaml steps=500 --run runs/short`
     """
     from tinypod import config as configs
+    from tinypod import run as runs
     from tinypod import train as training
     from tinypod.experiment import ExperimentConfig
 
-    run_dir = run or (config if config.is_dir() else Path("runs") / config.stem)
-    path = config / "config.yaml" if config.is_dir() else config
+    of_a_run = config.name == runs.CONFIG and (config.parent / runs.CHECKPOINTS).is_dir()
+    folder = config if config.is_dir() else config.parent if of_a_run else None
+    run_dir = run or folder or Path("runs") / config.stem
+    path = config / runs.CONFIG if config.is_dir() else config
     outcome = training.train(configs.load(path, overrides or [], ExperimentConfig), run_dir, console, from_step)
     _print_summary(run_dir, outcome)
+    if not outcome.trained:
+        console.print(f"nothing left to do at step {outcome.step}; to train further, raise steps=", highlight=False)
     if outcome.stopped_by is not None:
         console.print(f"stopped by {outcome.stopped_by.name}; start the same command again to go on", highlight=False)
         raise typer.Exit(128 + int(outcome.stopped_by))
@@ -94,9 +110,9 @@ def _print_summary(run_dir: Path, outcome: Any) -> None:
     facts = report.summary(run_dir)
     table = Table(title=f"{run_dir}", show_header=False, title_justify="left")
     table.add_row("steps done", f"{outcome.step:,}")
-    if outcome.evaluation:
-        table.add_row("held-out exact", f"{outcome.evaluation['eval/exact_accuracy']:.2%}")
-        table.add_row("held-out cells", f"{outcome.evaluation['eval/cell_accuracy']:.2%}")
+    if facts["eval"]:
+        table.add_row("held-out exact", f"{facts['eval']['eval/exact_accuracy']:.2%}")
+        table.add_row("held-out cells", f"{facts['eval']['eval/cell_accuracy']:.2%}")
     if outcome.best is not None:
         table.add_row("best checkpoint", f"step {outcome.best[0]:,} ({outcome.best[1]:.4f})")
     for name, label in (("final_loss", "last loss"), ("examples_per_s", "examples/s")):
@@ -111,7 +127,7 @@ def evaluate(
     run: RunFolder,
     overrides: Overrides = None,
     checkpoint: CheckpointOption = "best",
-    weights: Annotated[str | None, typer.Option(help="`ema` or `live`; default: the config's eval.weights.")] = None,
+    weights: WeightsOption = None,
     halt_steps: Annotated[
         int | None, typer.Option(min=1, help="Steps to think, e.g. 64; default: as in training.")
     ] = None,
@@ -132,7 +148,7 @@ def evaluate(
 
     experiment, state = runs.load_state(run, overrides or [], checkpoint)
     config = experiment.config
-    weights = _check_weights(weights or config.eval.weights, bool(state.ema))
+    weights = weights or config.eval.weights
     rows = experiment.read_split(split or config.data.eval_split)
     evaluator = Evaluator(experiment, rows, config.eval.batch_size, halt_steps, limit)
     with counting(errors if as_json else console, "evaluating", evaluator.rows) as progress:
@@ -160,14 +176,6 @@ def evaluate(
     console.print(table)
 
 
-def _check_weights(weights: str, has_ema: bool) -> str:
-    if weights not in ("ema", "live"):
-        raise UserError(f"--weights {weights}: expected `ema` or `live`")
-    if weights == "ema" and not has_ema:
-        raise UserError("--weights ema: this run keeps no averages (ema_decay is null); use --weights live")
-    return weights
-
-
 @app.command()
 def solve(
     run: RunFolder,
@@ -176,7 +184,7 @@ def solve(
         typer.Argument(help="A puzzle in characters (`.` blank), or a file with one a line; default: a held-out one."),
     ] = None,
     checkpoint: CheckpointOption = "best",
-    weights: Annotated[str | None, typer.Option(help="`ema` or `live`; default: the config's eval.weights.")] = None,
+    weights: WeightsOption = None,
     halt_steps: Annotated[int | None, typer.Option(min=1, help="Steps to think; default: as in training.")] = None,
     every: Annotated[int, typer.Option(min=1, help="Show each so-many-th step.")] = 1,
     number: Annotated[
@@ -190,7 +198,7 @@ def solve(
     from tinypod.step import evaluation_params
 
     experiment, state = runs.load_state(run, [], checkpoint)
-    weights = _check_weights(weights or experiment.config.eval.weights, bool(state.ema))
+    weights = weights or experiment.config.eval.weights
     refinements = solve.refinements(experiment, evaluation_params(state, weights), puzzle, number, halt_steps)
     for refinement in refinements:
         console.print(display.render_refinement(refinement, every))
@@ -264,7 +272,7 @@ def weights_export(
     run: RunFolder,
     out: Annotated[Path, typer.Argument(help="The PyTorch file to write.")],
     checkpoint: CheckpointOption = "best",
-    weights: Annotated[str | None, typer.Option(help="`ema` or `live`; default: the config's eval.weights.")] = None,
+    weights: WeightsOption = None,
 ) -> None:
     """Write a run's weights as the TRM authors' PyTorch state dict."""
     from tinypod import run as runs
@@ -272,7 +280,7 @@ def weights_export(
     from tinypod.step import evaluation_params
 
     experiment, state = runs.load_state(run, [], checkpoint)
-    weights = _check_weights(weights or experiment.config.eval.weights, bool(state.ema))
+    weights = weights or experiment.config.eval.weights
     torch_weights.write_state_dict(out, torch_weights.to_state_dict(evaluation_params(state, weights)))
     console.print(f"wrote {out}: step {int(state.step)}, {weights} weights", highlight=False)
 

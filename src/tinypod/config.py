@@ -36,7 +36,8 @@ def load(path: str | Path, overrides: Sequence[str], schema: type[C]) -> C:
     try:
         tree = OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {error}") from None
+        key = getattr(error, "full_key", None) or "config"
+        raise ConfigError(f"{path}:\n  {key}: {str(error).splitlines()[0]}") from None
     return validate(tree, schema, str(path))
 
 
@@ -104,7 +105,7 @@ def validate(tree: Any, schema: type[C], where: str) -> C:
 def _describe(item: Any, tree: Any, schema: type[Config]) -> str:
     """One pydantic error as `dotted.key: what is wrong`."""
     path, fields = _walk(item["loc"], tree, schema)
-    key, kind, context = ".".join(path) or "config", item["type"], item.get("ctx", {})
+    key, kind, context = ".".join(path), item["type"], item.get("ctx", {})
     if kind == "extra_forbidden":
         near = difflib.get_close_matches(path[-1], fields, n=1)
         hint = f"did you mean `{near[0]}`?" if near else f"known keys here: {', '.join(sorted(fields))}"
@@ -115,7 +116,10 @@ def _describe(item: Any, tree: Any, schema: type[Config]) -> str:
         found = f"no kind {context['tag']!r}" if kind == "union_tag_invalid" else "needs a `kind`"
         return f"{key}: {found}; expected one of {context.get('expected_tags', '')}".rstrip(" ;")
     if kind == "value_error":
-        return f"{key}: {context['error']}"
+        return f"{key}: {context['error']}" if key else str(context["error"])
+    if kind in ("model_type", "model_attributes_type"):
+        hint = f"; did you mean {key}.kind={item['input']}?" if isinstance(item["input"], str) else ""
+        return f"{key}: expected a mapping of keys, got {item['input']!r}{hint}"
     message = str(item["msg"]).removeprefix("Input should be ")
     return f"{key}: expected {message}, got {item['input']!r}"
 
@@ -127,6 +131,8 @@ def _walk(loc: Sequence[Any], tree: Any, schema: Any) -> tuple[list[str], list[s
     node, classes = tree, [schema]
     for i, part in enumerate(loc):
         last = i == len(loc) - 1
+        if path and not isinstance(node, dict):  # a union of plain types names the one that it tried
+            break
         if isinstance(node, dict) and part not in node and not last and node.get("kind") == part:
             classes = [c for c in classes if part in get_args(c.model_fields["kind"].annotation)]
             continue

@@ -18,6 +18,7 @@ from tinypod.tasks import puzzle
 
 Progress = Callable[[int], None]  # puzzles done since the last call
 QUEUED = 2  # batches that may wait on the device before the host does
+REFINED_AT_ONCE = 256  # puzzles
 
 
 class Evaluator:
@@ -140,5 +141,7 @@ def refine(
 
         return jax.lax.scan(advance, trm.initial_z(model, params, *inputs.shape), length=steps)[1]
 
-    answers, halting = jax.device_get(jax.jit(run)(params, jnp.asarray(inputs_BS, jnp.int32)))
+    compiled, parts = jax.jit(run), range(0, len(inputs_BS), REFINED_AT_ONCE)
+    done = [jax.device_get(compiled(params, jnp.asarray(inputs_BS[i : i + REFINED_AT_ONCE], jnp.int32))) for i in parts]
+    answers, halting = (np.concatenate(column, axis=1) for column in zip(*done, strict=True))
     return answers, halting

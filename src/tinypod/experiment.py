@@ -17,6 +17,7 @@ from tinypod import sharding, step
 from tinypod.config import Config
 from tinypod.data import puzzles, views
 from tinypod.errors import ConfigError
+from tinypod.metrics import WandbSettings
 from tinypod.models import trm
 from tinypod.optim import Optimizer, OptimizerConfig, build_optimizer
 from tinypod.tasks.puzzle import PuzzleTaskConfig, build_task
@@ -38,7 +39,9 @@ class EvalConfig(Config):
 
 
 class BestConfig(Config):
-    metric: str = "eval/exact_accuracy"
+    metric: Literal["eval/exact_accuracy", "eval/cell_accuracy", "eval/halt_accuracy", "eval/steps"] = (
+        "eval/exact_accuracy"
+    )
     mode: Literal["max", "min"] = "max"
 
 
@@ -49,17 +52,10 @@ class CheckpointConfig(Config):
     best: BestConfig | None = BestConfig()
 
 
-class WandbConfig(Config):
-    project: str
-    entity: str | None = None
-    name: str | None = None
-    mode: Literal["online", "offline", "disabled"] = "online"
-
-
 class LogConfig(Config):
     every_steps: PositiveInt = 50
     tensorboard: bool = True
-    wandb: WandbConfig | None = None
+    wandb: WandbSettings | None = None
 
 
 class ExperimentConfig(Config):
@@ -111,6 +107,11 @@ class Experiment:
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.state_shardings
         )
 
+    def check_batch(self) -> None:
+        """Training only: evaluation fills its batches up."""
+        rows = self.config.batch_size // self.config.accumulation
+        sharding.check_divides(self.mesh, rows, "batch_size / accumulation")
+
     def read_split(self, name: str) -> puzzles.Split:
         return puzzles.read_split(Path(self.config.data.path), self.info, name)
 
@@ -124,7 +125,6 @@ def build(config: ExperimentConfig, devices: list[Any] | None = None) -> Experim
     info = puzzles.read_info(Path(config.data.path))
     shape = trm.PuzzleShape(info.seq_len, info.vocab_size, info.num_identifiers)
     mesh = sharding.make_mesh(devices)
-    sharding.check_divides(mesh, config.batch_size // config.accumulation, "batch_size / accumulation")
     source = make_source(config, info)
     task = build_task(config.task, config.model, shape, config.batch_size, source)
     optimizer = build_optimizer(config.optimizer, config.batch_size, config.steps)

@@ -24,10 +24,10 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tinypod.config import Config
 from tinypod.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -129,8 +129,7 @@ class TensorBoardMirror:
         self._events.write_event(Event(wall_time=row["time"], step=row["step"], summary=values))
 
 
-@dataclass(frozen=True)
-class WandbSettings:
+class WandbSettings(Config):
     """Where W&B shows a run; it chooses an `entity` and a `name` where none is given."""
 
     project: str
@@ -169,7 +168,7 @@ class WandbMirror:
         more: dict[str, Any] = {"id": self._state["id"], "resume": "allow" if resume else None}
         more |= {"dir": str(run_dir), "reinit": "create_new", "settings": wandb.Settings(**options)}
         try:
-            self._run = wandb.init(**asdict(settings), **more, config=config)
+            self._run = wandb.init(**settings.model_dump(), **more, config=config)
         except Exception as error:
             hint = "Run `wandb login`, set the mode to offline, or turn W&B off."
             raise UserError(f"W&B did not start: {error}. {hint}") from error

@@ -48,14 +48,14 @@ class TrainingProgress:
             self._texts["exact"] = f"exact {row['train/exact_accuracy']:.1%}"
         if "perf/examples_per_s" in row:
             self._texts["speed"] = f"{row['perf/examples_per_s']:,.0f} examples/s"
-        self._show(step, now=step == self.total)
+        self._show(step, now=False)
 
     def evaluated(self, step: int, row: dict[str, float]) -> None:
         self._texts["held_out"] = f"held-out {row['eval/exact_accuracy']:.1%}"
         self._show(step, now=True)
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False)
+        self.console.print(text, highlight=False, soft_wrap=True)
 
     def _show(self, step: int, now: bool) -> None:
         line = " · ".join(text for text in self._texts.values() if text)
@@ -72,6 +72,9 @@ class TrainingProgress:
 @contextmanager
 def counting(console: Console, what: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """A bar for work counted in items; yields a function to call with the items done since the last call."""
+    if not console.is_terminal:
+        yield lambda done: None
+        return
     with Progress(
         TextColumn(what),
         BarColumn(),

@@ -5,11 +5,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tinypod import config as configs
+from tinypod import sharding
 from tinypod.checkpoint import Checkpoints
 from tinypod.errors import CheckpointError, ConfigError, UserError
 from tinypod.experiment import Experiment, ExperimentConfig, build
@@ -20,6 +22,7 @@ CONFIG, CHECKPOINTS, LOCK = "config.yaml", "checkpoints", ".lock"
 
 
 def read_config(run_dir: Path) -> ExperimentConfig:
+    """The config of a run, as it was resolved."""
     if not (run_dir / CONFIG).is_file():
         raise UserError(f"{run_dir} is not a run folder: it has no {CONFIG}")
     return configs.load(run_dir / CONFIG, [], ExperimentConfig)
@@ -76,10 +79,26 @@ def load_state(run_dir: Path, overrides: list[str], checkpoint: str) -> tuple[Ex
     config = read_config(run_dir)
     if overrides:
         config = configs.load(run_dir / CONFIG, overrides, ExperimentConfig)
+    if not (run_dir / CHECKPOINTS).is_dir():
+        raise CheckpointError(f"{run_dir}: no checkpoint yet; train it first")
     checkpoints = open_checkpoints(run_dir, config, read_only=True)
     step = pick_step(checkpoints, checkpoint, run_dir)
     experiment = build(config)
-    return experiment, checkpoints.restore(step, experiment.abstract_state)
+    whole = sharding.replicated(experiment.mesh)  # also where the training batch does not divide over these devices
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), experiment.abstract_state)
+    return experiment, checkpoints.restore(step, abstract)
+
+
+def with_absolute_paths(config: ExperimentConfig) -> ExperimentConfig:
+    """A run can be used from any folder."""
+    path = str(Path(config.data.path).absolute())
+    return config.model_copy(update={"data": config.data.model_copy(update={"path": path})})
+
+
+def about(experiment: Experiment) -> dict[str, Any]:
+    """What a checkpoint says about where it comes from."""
+    hashes = {name: split.sha256 for name, split in experiment.info.splits.items()}
+    return {"config": experiment.config.model_dump(mode="json"), "dataset": hashes}
 
 
 def pick_step(checkpoints: Checkpoints, wanted: str, run_dir: Path) -> int:
@@ -99,6 +118,7 @@ def create_from_params(run_dir: Path, config: ExperimentConfig, state_dict: torc
     """A new run at step 0 whose weights, live and averaged, are the ones given."""
     if (run_dir / CONFIG).exists() or (run_dir / CHECKPOINTS).exists():
         raise UserError(f"{run_dir} already holds a run; choose another folder")
+    config = with_absolute_paths(config)
     experiment = build(config)
     params = torch_weights.from_state_dict(state_dict, experiment.abstract_state.params)
     state = experiment.init()
@@ -108,6 +128,6 @@ def create_from_params(run_dir: Path, config: ExperimentConfig, state_dict: torc
     with lock(run_dir):
         write_config(run_dir, config)
         checkpoints = open_checkpoints(run_dir, config)
-        checkpoints.save(state, config.model_dump(mode="json"))
+        checkpoints.save(state, about(experiment))
         checkpoints.wait()
         checkpoints.close()

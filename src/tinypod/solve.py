@@ -49,9 +49,16 @@ def read_puzzles(text: str, box: tuple[int, int]) -> list[np.ndarray]:
     except OSError:  # a puzzle is a longer name than some file systems allow
         is_file = False
     if not is_file:
-        return [sudoku.parse_puzzle(text, box)]
+        try:
+            return [sudoku.parse_puzzle(text, box)]
+        except DataError as error:
+            raise DataError(f"{text}: not a file, and not a puzzle: {error}") from None
     parsed = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    try:
+        lines = path.read_text().splitlines()
+    except UnicodeDecodeError:
+        raise DataError(f"{path}: not a text file") from None
+    for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 parsed.append(sudoku.parse_puzzle(line, box))

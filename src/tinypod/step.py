@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from tinypod.errors import UserError
 from tinypod.optim import Optimizer, RowGradients, update_rows
 from tinypod.tasks.task import Task, Tree
 
@@ -66,8 +67,12 @@ def make_train_step(
     def accumulate(
         params: dict[str, Tree], carry: Tree, batch: Tree
     ) -> tuple[Tree, dict[str, RowGradients], Tree, Tree]:
-        """The same over parts of the batch, one after the other."""
-        parts = jax.tree.map(lambda x: x.reshape(accumulation, -1, *x.shape[1:]), (carry, batch))
+        """The same over parts of the batch, one after the other.
+
+        Part i takes every accumulation-th row from the i-th on: each device then has its share of every part, where
+        parts of neighbouring rows would lie on few devices and be computed by all.
+        """
+        parts = jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, accumulation, *x.shape[1:]), 0, 1), (carry, batch))
         zeros = jax.tree.map(jnp.zeros_like, select_trained(task, params))
 
         def add(total: Tree, part: Tree) -> tuple[Tree, Tree]:
@@ -75,7 +80,7 @@ def make_train_step(
             return jax.tree.map(jnp.add, total, grads), rest
 
         grads, (row_grads, carry, sums) = jax.lax.scan(add, zeros, parts)
-        row_grads, carry = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (row_grads, carry))
+        row_grads, carry = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), (row_grads, carry))
         return grads, row_grads, carry, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
     def train_step(state: TrainState, source: Tree) -> tuple[TrainState, dict[str, Array]]:
@@ -106,4 +111,6 @@ def make_train_step(
 
 def evaluation_params(state: TrainState, weights: str) -> dict[str, Tree]:
     """The parameters that evaluation uses: `live`, or `ema` where averages are kept."""
+    if weights == "ema" and not state.ema:
+        raise UserError("this run keeps no averages (ema_decay is null); use the live weights")
     return state.params | state.ema if weights == "ema" else state.params

@@ -4,6 +4,8 @@ Between logging points nothing is fetched from the device. Whatever a checkpoint
 is saved, so that going on from it leaves no gap and doubles nothing.
 """
 
+import math
+import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -17,9 +19,11 @@ import numpy as np
 from rich.console import Console
 
 from tinypod import report, run
+from tinypod.checkpoint import Checkpoints
+from tinypod.errors import UserError
 from tinypod.evaluate import Evaluator
 from tinypod.experiment import Experiment, ExperimentConfig, build
-from tinypod.metrics import Stopwatch, WandbSettings, open_metrics
+from tinypod.metrics import Stopwatch, open_metrics
 from tinypod.models.trm import count_matmul_flops
 from tinypod.progress import TrainingProgress
 from tinypod.step import TrainState, evaluation_params
@@ -38,90 +42,132 @@ class Stop:
 
 @dataclass
 class Outcome:
+    """How a call of `train` ended."""
+
     step: int
     stopped_by: signal.Signals | None = None
     best: tuple[int, float] | None = None
     evaluation: dict[str, float] = field(default_factory=dict)
+    trained: bool = True
 
 
 def train(config: ExperimentConfig, run_dir: Path, console: Console, from_step: int | None = None) -> Outcome:
     """Train until `config.steps`, from the latest checkpoint in the run folder if there is one."""
+    config = run.with_absolute_paths(config)
     experiment = build(config)
-    source_split, eval_split = (
-        experiment.read_split(name) for name in (config.data.train_split, config.data.eval_split)
-    )
+    experiment.check_batch()
+    splits = [experiment.read_split(name) for name in (config.data.train_split, config.data.eval_split)]
     with run.lock(run_dir), stop_on_signals() as stop:
         checkpoints = run.open_checkpoints(run_dir, config)
-        for moved in checkpoints.set_aside_after(from_step) if from_step is not None else []:
-            console.print(f"set aside {moved}")
-        state = restore_or_init(experiment, checkpoints, console)
+        state = restore_or_init(experiment, checkpoints, from_step, console)
         start = int(state.step)
-        describe(experiment, run_dir, start, len(source_split), len(eval_split), console)
-        for change in run.write_config(run_dir, config):
-            console.print(f"[yellow]config differs from the run's:[/] {change}", highlight=False)
+        describe(experiment, run_dir, start, len(splits[0]), len(splits[1]), console)
+        about = run.about(experiment)
+        resumed = checkpoints.latest() is not None
+        with open_metrics(
+            run_dir,
+            tensorboard=config.log.tensorboard,
+            wandb=config.log.wandb,
+            config=about["config"],
+            resume_step=start,
+        ) as metrics:
+            for change in run.write_config(run_dir, config):
+                console.print(f"[yellow]config differs from the run's:[/] {change}", highlight=False, soft_wrap=True)
+            if start >= config.steps or stop.requested:
+                return Outcome(start, stop.by, checkpoints.best(), trained=False)
+            source = experiment.put_source(splits[0])
+            evaluate = Evaluator(experiment, splits[1], config.eval.batch_size, limit=config.eval.limit)
+            train_step = compile_step(experiment, state, source, console)
+            outcome = Outcome(start, best=checkpoints.best())
+            saved, saved_at = (start if resumed else -1), time.monotonic()
+            pending: list[dict[str, jax.Array]] = []
+            with TrainingProgress(console, start, config.steps) as progress:
+                watch = Stopwatch()
 
-        source = experiment.put_source(source_split)
-        evaluate = Evaluator(experiment, eval_split, config.eval.batch_size, limit=config.eval.limit)
-        train_step = compile_step(experiment, state, source, console) if start < config.steps else None
-        best = checkpoints.best()
-        outcome = Outcome(start, best=best)
-        stored_config = config.model_dump(mode="json")
-        wandb = WandbSettings(**config.log.wandb.model_dump()) if config.log.wandb else None
-        with (
-            open_metrics(
-                run_dir,
-                tensorboard=config.log.tensorboard,
-                wandb=wandb,
-                config=stored_config,
-                resume_step=start,
-            ) as metrics,
-            TrainingProgress(console, start, config.steps) as progress,
-        ):
-            watch, pending, saved_at = Stopwatch(), [], time.monotonic()
-            for step in range(start + 1, config.steps + 1):
-                assert train_step is not None
-                with jax.transfer_guard("disallow"):
-                    state, sums = train_step(state, source)
-                pending.append(sums)
-                progress.step(step)
-                last = step == config.steps or stop.requested
-                evaluating = step == config.steps or _due(step, config.eval.every_steps)
-                saving = last or _due(step, config.checkpoint.every_steps) or _minutes_due(config, saved_at)
-                if evaluating or saving or _due(step, config.log.every_steps):
-                    fetched, pending = (
-                        jax.device_get(pending),
-                        [],
-                    )  # the only transfer in the loop; waits for the device
-                    row = training_row(experiment, step, fetched, watch.lap())
-                    metrics.write(step, row)
-                    progress.trained(step, row)
-                with watch.pause():
-                    if evaluating:
-                        scores = evaluate(evaluation_params(state, config.eval.weights))
-                        outcome.evaluation = {f"eval/{name}": value for name, value in scores.items()}
-                        metrics.write(step, outcome.evaluation)
-                        progress.evaluated(step, outcome.evaluation)
-                        outcome.best, improved = _better(config, step, outcome)
-                        saving |= improved
-                    if saving:
-                        checkpoints.save(state, stored_config, outcome.evaluation if evaluating else None)
-                        saved_at = time.monotonic()
-                outcome.step = step
-                if stop.requested:
-                    outcome.stopped_by = stop.by
-                    break
-            checkpoints.wait()
+                def log() -> None:
+                    """The only transfer from the device in the loop; waits for it."""
+                    fetched = jax.device_get(pending)
+                    pending.clear()
+                    row = training_row(experiment, outcome.step, fetched, watch.lap())
+                    metrics.write(outcome.step, row)
+                    progress.trained(outcome.step, row)
+                    check_finite(row, outcome.step, checkpoints)
+
+                while outcome.step < config.steps and not stop.requested:
+                    with jax.transfer_guard("disallow"):
+                        state, sums = train_step(state, source)
+                    pending.append(sums)
+                    outcome.step += 1
+                    progress.step(outcome.step)
+                    evaluating = outcome.step == config.steps or _due(outcome.step, config.eval.every_steps)
+                    saving = _due(outcome.step, config.checkpoint.every_steps) or _minutes_due(config, saved_at)
+                    if evaluating or saving or _due(outcome.step, config.log.every_steps):
+                        log()
+                    with watch.pause():
+                        scores = None
+                        if evaluating and (scores := unless_stopped(stop, evaluate, state, config)) is not None:
+                            outcome.evaluation = scores
+                            metrics.write(outcome.step, scores)
+                            progress.evaluated(outcome.step, scores)
+                            outcome.best, improved = _better(config, outcome)
+                            saving |= improved
+                        if saving or outcome.step == config.steps:
+                            checkpoints.save(state, about, scores)
+                            saved, saved_at = outcome.step, time.monotonic()
+                if outcome.step > max(saved, start if resumed else 0):
+                    if pending:
+                        log()
+                    checkpoints.save(state, about)
+                checkpoints.wait()
+                outcome.stopped_by = stop.by
         checkpoints.close()
         report.plot_curves(run_dir)
     return outcome
 
 
-def restore_or_init(experiment: Experiment, checkpoints: Any, console: Console) -> TrainState:
-    latest = checkpoints.latest()
-    if latest is None:
+def unless_stopped(
+    stop: Stop, evaluate: Evaluator, state: TrainState, config: ExperimentConfig
+) -> dict[str, float] | None:
+    """The scores; None if a signal came in the meantime: what time is left then is for saving."""
+
+    class Stopped(Exception):
+        pass
+
+    def check(_: int) -> None:
+        if stop.requested:
+            raise Stopped
+
+    try:
+        scores = evaluate(evaluation_params(state, config.eval.weights), check)
+    except Stopped:
+        return None
+    return {f"eval/{name}": value for name, value in scores.items()}
+
+
+def check_finite(row: dict[str, float], step: int, checkpoints: Checkpoints) -> None:
+    """Stop before a state of NaNs is saved over good ones."""
+    if not math.isfinite(row["train/loss"]):
+        raise UserError(
+            f"the loss is {row['train/loss']} at step {step}; the last checkpoint is of step {checkpoints.latest()}. "
+            "Lower optimizer.learning_rate, set optimizer.clip_norm=1.0, or use model.dtype=bfloat16 or float32"
+        )
+
+
+def restore_or_init(
+    experiment: Experiment, checkpoints: Checkpoints, from_step: int | None, console: Console
+) -> TrainState:
+    """The state to go on from; with `from_step`, newer checkpoints are moved away once that one is known to be good."""
+    step = checkpoints.latest() if from_step is None else from_step
+    if step is None:
         return experiment.init()
-    console.print(f"going on from the checkpoint of step {latest}", highlight=False)
-    return checkpoints.restore(latest, experiment.abstract_state)
+    state = checkpoints.restore(step, experiment.abstract_state)
+    console.print(f"going on from the checkpoint of step {step}", highlight=False)
+    for moved in checkpoints.set_aside_after(step) if from_step is not None else []:
+        console.print(f"set aside {moved}", highlight=False, soft_wrap=True)
+    if checkpoints.info(step).get("dataset") != run.about(experiment)["dataset"]:
+        path = experiment.config.data.path
+        console.print(f"[yellow]the dataset at {path} is not the one this run began with[/]", highlight=False)
+    return state
 
 
 def describe(
@@ -169,9 +215,9 @@ def stop_on_signals() -> Iterator[Stop]:
     stop = Stop()
 
     def request(number: int, _: object) -> None:
+        if stop.requested:  # an exception raised inside the compiler would crash it
+            os._exit(128 + number)
         stop.by = signal.Signals(number)
-        for handled, handler in previous.items():
-            signal.signal(handled, handler)
 
     previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -190,13 +236,13 @@ def _minutes_due(config: ExperimentConfig, saved_at: float) -> bool:
     return minutes is not None and time.monotonic() - saved_at >= 60 * minutes
 
 
-def _better(config: ExperimentConfig, step: int, outcome: Outcome) -> tuple[tuple[int, float] | None, bool]:
+def _better(config: ExperimentConfig, outcome: Outcome) -> tuple[tuple[int, float] | None, bool]:
     """The best so far, and whether this step is it."""
     best = config.checkpoint.best
-    if best is None or best.metric not in outcome.evaluation:
-        return outcome.best, False
+    if best is None:
+        return None, False
     value = outcome.evaluation[best.metric]
     sign = 1 if best.mode == "max" else -1
     if outcome.best is None or sign * value >= sign * outcome.best[1]:  # of equals the later one, as is kept on disk
-        return (step, value), True
+        return (outcome.step, value), True
     return outcome.best, False

@@ -79,7 +79,10 @@ def read_state_dict(path: Path) -> StateDict:
     except FileNotFoundError:
         raise UserError(f"no file at {path}") from None
     except Exception as error:  # torch raises pickle, zip, runtime and OS errors for a bad file
-        raise UserError(f"{path}: not a PyTorch file of plain weights: {str(error).splitlines()[0]}") from None
+        raise UserError(
+            f"{path}: not a PyTorch file of plain weights ({type(error).__name__}); "
+            "expected what torch.save(model.state_dict(), ...) writes"
+        ) from None
     if not (isinstance(loaded, dict) and loaded and all(isinstance(value, torch.Tensor) for value in loaded.values())):
         raise UserError(f"{path}: expected a state dict (names to tensors), found a {type(loaded).__name__}")
     return {name: value.to(torch.float32).numpy() for name, value in loaded.items()}
@@ -88,7 +91,10 @@ def read_state_dict(path: Path) -> StateDict:
 def write_state_dict(path: Path, state_dict: StateDict) -> None:
     torch = _import_torch()
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({name: torch.tensor(value) for name, value in state_dict.items()}, path)
+    try:
+        torch.save({name: torch.tensor(value) for name, value in state_dict.items()}, path)
+    except RuntimeError as error:  # its word for a folder in the way or a full disk
+        raise UserError(f"{path}: cannot be written: {str(error).splitlines()[0]}") from None
 
 
 def _import_torch() -> Any:

@@ -2,7 +2,7 @@
 finished, or its steps are used up; only then does the row take the next example.
 
 A carry is a dict: `z`, `steps` [B], `halted` [B], and the row's `example` (`inputs` and `labels` [B, S], `identifiers`
-[B]). Labels of IGNORE are not scored.
+[B]). Labels of IGNORED_LABEL are not scored.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,10 @@ from jax import Array
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from tinypod.config import Config
-from tinypod.data.views import Source, draw_examples
+from tinypod.data.views import IGNORED_LABEL, Source, draw_examples
 from tinypod.models import trm
 from tinypod.tasks.task import Task
 
-IGNORE = -100
 TABLE = "puzzle_table"
 
 
@@ -140,7 +139,7 @@ METRICS = ("cell_accuracy", "exact_accuracy", "halt_accuracy")
 
 def score(logits_BSV: Array, q_halt_B: Array, labels_BS: Array) -> dict[str, Array]:
     """Per row: labelled cells, share of them right, whether all are, whether the halting logit knows it."""
-    labelled = labels_BS != IGNORE
+    labelled = labels_BS != IGNORED_LABEL
     count = jnp.sum(labelled, axis=-1)
     right = jnp.sum(labelled & (jnp.argmax(logits_BSV, axis=-1) == labels_BS), axis=-1)
     exact = right == count
@@ -163,7 +162,7 @@ def summarise(sums: Mapping[str, float]) -> dict[str, float]:
 def _cell_losses(config: PuzzleTaskConfig, logits_BSV: Array, labels_BS: Array) -> Array:
     """Per row: mean cross-entropy over its labelled cells, in float32."""
     x = logits_BSV.astype(jnp.float32)
-    labelled = labels_BS != IGNORE
+    labelled = labels_BS != IGNORED_LABEL
     target = jax.nn.one_hot(jnp.where(labelled, labels_BS, 0), x.shape[-1], dtype=jnp.float32)
     if isinstance(config.loss, Stablemax):
         log_s = jnp.sign(x) * jnp.log1p(jnp.abs(x))  # log of x + 1, or of 1 / (1 - x)
