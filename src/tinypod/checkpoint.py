@@ -229,8 +229,8 @@ class Checkpoints:
         advice = (
             f"there is none before it in {self.folder}; start again in another --run folder"
             if earlier is None
-            else f"the one before it is step {earlier}: add --from-step {earlier} to go on from there "
-            f"(newer ones are moved to {SET_ASIDE}/, not deleted)"
+            else f"the one before it is step {earlier}: `tinypod train` goes on from there with --from-step {earlier} "
+            f"(newer ones are moved to {SET_ASIDE}/, not deleted), other commands use it with --checkpoint {earlier}"
         )
         return CheckpointError(f"{self.folder / str(step)} is damaged: {why}\nIt was left as it is; {advice}")
 

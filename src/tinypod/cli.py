@@ -97,7 +97,7 @@ def train(
     path = config / runs.CONFIG if config.is_dir() else config
     outcome = training.train(configs.load(path, overrides or [], ExperimentConfig), run_dir, console, from_step)
     _print_summary(run_dir, outcome)
-    if not outcome.trained:
+    if not outcome.trained and outcome.stopped_by is None:
         console.print(f"nothing left to do at step {outcome.step}; to train further, raise steps=", highlight=False)
     if outcome.stopped_by is not None:
         console.print(f"stopped by {outcome.stopped_by.name}; start the same command again to go on", highlight=False)
@@ -236,7 +236,7 @@ def data_sudoku(
     `--generate`. Rows that are no valid puzzle are refused with their line number.
 
     Examples: `tinypod data sudoku data/sudoku --train-size 1000` ·
-    `tinypod data sudoku data/small --generate --box 2x2 --clues 6 --train-size 300 --test-size 100`
+    `tinypod data sudoku data/small --generate --box 2x2 --clues 6 --train-size 200 --test-size 100`
     """
     from tinypod.data import build
 

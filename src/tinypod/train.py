@@ -166,7 +166,7 @@ def restore_or_init(
         console.print(f"set aside {moved}", highlight=False, soft_wrap=True)
     if checkpoints.info(step).get("dataset") != run.about(experiment)["dataset"]:
         path = experiment.config.data.path
-        console.print(f"[yellow]the dataset at {path} is not the one this run began with[/]", highlight=False)
+        console.print(f"[yellow]the dataset at {path} is not the one this run began with[/]", soft_wrap=True)
     return state
 
 

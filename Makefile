@@ -1,0 +1,47 @@
+# `make demo` and `make test` need Python ≥ 3.11 and nothing before them: both set up .venv first.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-all lint clean help
+
+help:
+	@echo "make demo      set up, make small Sudokus, train on them for two minutes, watch one being solved"
+	@echo "make test      set up, then formatting, lint, types and tests (the slow ones left out)"
+	@echo "make test-all  the same with the slow tests"
+	@echo "make clean     remove .venv and caches; data/ and runs/ stay"
+
+.venv/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tinypod needs Python 3.11 or newer")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade pip
+	touch $@
+
+.venv/runtime: .venv/python pyproject.toml
+	$(BIN)/pip install --quiet --editable .
+	touch $@
+
+.venv/dev: .venv/runtime
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+data/demo/dataset.json: | .venv/runtime
+	$(BIN)/tinypod data sudoku data/demo --generate --box 2x3 --clues 20 --train-size 1000 --test-size 500
+
+demo: .venv/runtime data/demo/dataset.json
+	$(BIN)/tinypod train configs/demo.yaml --run runs/demo
+	$(BIN)/tinypod eval runs/demo
+	$(BIN)/tinypod solve runs/demo
+
+lint: .venv/dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest --numprocesses 2 -m "not slow"
+
+test-all: lint
+	$(BIN)/pytest --numprocesses 2
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

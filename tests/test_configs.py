@@ -1,0 +1,60 @@
+"""Every config that is shipped loads, and its step lowers to a program for one device and for eight."""
+
+from pathlib import Path
+
+import jax
+import pytest
+
+from fixtures import CONFIGS
+from tinypod.config import load, read_tree
+from tinypod.data import puzzles
+from tinypod.experiment import ExperimentConfig, build
+
+SHIPPED = sorted(p for p in CONFIGS.rglob("*.yaml") if p.name != "base.yaml")
+
+
+def nine_by_nine(folder: Path) -> Path:
+    """The description alone: lowering reads no puzzles."""
+    info = puzzles.DatasetInfo(
+        kind="sudoku", seq_len=81, vocab_size=11, num_identifiers=1, box=[3, 3], sources=["x"], origin="test"
+    )
+    folder.mkdir()
+    (folder / "dataset.json").write_text(info.model_dump_json())
+    return folder
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: str(p.relative_to(CONFIGS)))
+def test_it_lowers(path: Path, devices: int, tmp_path: Path) -> None:
+    config = load(path, [f"data.path={nine_by_nine(tmp_path / 'data')}"], ExperimentConfig)
+    experiment = build(config, jax.devices()[:devices])
+    experiment.check_batch()
+    rows = {"inputs": ((1000, 81), "uint8"), "labels": ((1000, 81), "uint8"), "identifiers": ((1000,), "int32")}
+    source = {name: jax.ShapeDtypeStruct(*shape) for name, shape in rows.items()}
+    with jax.numpy_dtype_promotion("standard"):  # JAX's own attention promotes
+        text = experiment.train_step.lower(experiment.abstract_state, source).as_text()
+    assert "f64" not in text
+    assert "callback" not in text
+    assert text.count("tf.aliasing_output") + text.count("jax.buffer_donor") == len(
+        jax.tree.leaves(experiment.abstract_state)
+    )
+
+
+@pytest.mark.parametrize("name", ["sudoku_mlp", "sudoku_attention"])
+def test_the_paper_s_recipes_are_short_and_the_paper_s(name: str, tmp_path: Path) -> None:
+    path = CONFIGS / "trm" / f"{name}.yaml"
+    lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    assert len(lines) < 15
+    config = load(path, [], ExperimentConfig)
+    assert (config.steps, config.batch_size, config.ema_decay) == (65104, 768, 0.999)
+    model, optimizer = config.model, config.optimizer
+    assert (model.hidden_size, model.num_layers, model.H_cycles, model.L_cycles, model.expansion) == (512, 2, 3, 6, 4.0)
+    assert (optimizer.kind, optimizer.learning_rate, optimizer.weight_decay) == ("adam_atan2", 1e-4, 1.0)
+    assert (optimizer.beta1, optimizer.beta2, optimizer.schedule.warmup_steps) == (0.9, 0.95, 2000)
+    assert (optimizer.tables.learning_rate, optimizer.tables.weight_decay) == (1e-4, 1.0)
+    assert (config.task.halting.max_steps, config.task.halting.exploration) == (16, 0.1)
+    assert config.data.augmentations == 1000
+
+
+def test_base_alone_is_not_a_config() -> None:
+    assert "steps" not in read_tree(CONFIGS / "base.yaml")

@@ -1,0 +1,262 @@
+"""Whole runs: stopped and gone on with, killed, finished, and never traced twice."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from io import StringIO
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from fixtures import TINY, tiny_config, write_4x4
+from tinypod import run, step, train
+from tinypod.checkpoint import flatten
+from tinypod.errors import CheckpointError, UserError
+from tinypod.experiment import build
+from tinypod.metrics import MetricsLog
+
+CONFIG = Path(__file__).parents[1] / "configs" / "trm" / "sudoku_mlp.yaml"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_4x4(tmp_path_factory.mktemp("train") / "data")
+
+
+def quiet() -> Console:
+    return Console(file=StringIO())
+
+
+def command(data: Path, run_dir: Path, *overrides: str) -> list[str]:
+    """The command line, as a user's shell would start it."""
+    return [
+        sys.executable,
+        "-m",
+        "tinypod",
+        "train",
+        str(CONFIG),
+        *TINY,
+        f"data.path={data}",
+        *overrides,
+        "--run",
+        str(run_dir),
+    ]
+
+
+def in_a_process(data: Path, run_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(data, run_dir, *overrides), capture_output=True, text=True, timeout=300, check=False)
+
+
+def state_at(data: Path, run_dir: Path, number: int) -> dict[str, np.ndarray]:
+    experiment = build(run.read_config(run_dir))
+    checkpoints = run.open_checkpoints(run_dir, experiment.config, read_only=True)
+    return {name: np.asarray(x) for name, x in flatten(checkpoints.restore(number, experiment.abstract_state)).items()}
+
+
+def rows(run_dir: Path, *, without_time: bool = True) -> list[dict]:
+    changing = ("time",) if without_time else ()
+    return [
+        {k: v for k, v in row.items() if k not in changing and not k.startswith("perf/")}
+        for row in MetricsLog(run_dir).read()
+    ]
+
+
+def assert_same_states(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype, name
+        assert a[name].tobytes() == b[name].tobytes(), name
+
+
+@pytest.fixture(scope="module")
+def straight(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten steps in one process."""
+    run_dir = tmp_path_factory.mktemp("straight") / "run"
+    done = in_a_process(data, run_dir)
+    assert done.returncode == 0, done.stderr
+    return run_dir
+
+
+def test_ten_steps_are_five_and_five_in_a_new_process_to_the_bit(data: Path, straight: Path, tmp_path: Path) -> None:
+    for steps in ("steps=5", "steps=10"):
+        done = in_a_process(data, tmp_path / "run", steps)
+        assert done.returncode == 0, done.stderr
+    assert "going on from the checkpoint of step 5" in done.stdout
+    assert "config differs from the run's: steps: 5 -> 10" in done.stdout
+    a, b = (state_at(data, folder, 10) for folder in (straight, tmp_path / "run"))
+    assert int(a["step"]) == 10
+    assert {name.split(".")[0] for name in a} == {"step", "params", "opt_state", "ema", "carry"}
+    assert_same_states(a, b)
+    # The halves log one more row, at their seam; evaluations are the same.
+    evals = [[row for row in rows(folder) if "eval/exact_accuracy" in row] for folder in (straight, tmp_path / "run")]
+    assert evals[0] == evals[1]
+    assert len(evals[0]) == 2
+
+
+def test_a_run_leaves_what_it_promises(data: Path, straight: Path) -> None:
+    assert {"config.yaml", "metrics.jsonl", "curves.png", "checkpoints"} <= {p.name for p in straight.iterdir()}
+    assert (straight / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert run.read_config(straight) == tiny_config(data)
+    logged = [row["step"] for row in rows(straight) if "train/loss" in row]
+    assert logged == [2, 4, 5, 6, 8, 10]
+    assert sorted(int(p.name) for p in (straight / "checkpoints").iterdir()) == [5, 10]
+
+
+def test_a_finished_run_is_left_as_it_is(data: Path, straight: Path) -> None:
+    before = (straight / "metrics.jsonl").read_bytes()
+    done = in_a_process(data, straight)
+    assert done.returncode == 0
+    assert "nothing left to do at step 10" in done.stdout
+    assert (straight / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_next_start_goes_on(data: Path, straight: Path, tmp_path: Path, number: int) -> None:
+    """However the moment falls, no step is lost: the checkpoint is of the last step that was logged."""
+    endless = ("steps=1000000", "eval.every_steps=null", "checkpoint.every_steps=null", "log.every_steps=1")
+    process = subprocess.Popen(command(data, tmp_path / "run", *endless), stdout=subprocess.PIPE, text=True)
+    log = tmp_path / "run" / "metrics.jsonl"
+    wait_for(lambda: log.exists() and log.read_text().count("\n") >= 3, process)
+    process.send_signal(number)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 128 + number
+    assert "start the same command again" in output
+    last = rows(tmp_path / "run")[-1]["step"]
+    assert [int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir()] == [last]
+    done = in_a_process(data, tmp_path / "run", *endless, f"steps={last + 2}")
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in rows(tmp_path / "run") if "train/loss" in row] == list(range(1, last + 3))
+
+
+def wait_for(condition, process: subprocess.Popen, timeout_s: float = 200) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None, "it ended early"
+        assert time.monotonic() < end, "it never came to it"
+        time.sleep(0.02)
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(data: Path, straight: Path, tmp_path: Path) -> None:
+    """SIGKILL after the first save, rows past the checkpoint already logged: the end is that of the straight run."""
+    settings = ("log.every_steps=1", "steps=1000000", "checkpoint.every_steps=5", "eval.every_steps=null")
+    process = subprocess.Popen(command(data, tmp_path / "run", *settings), stdout=subprocess.DEVNULL)
+    folder = tmp_path / "run" / "checkpoints"
+    wait_for(lambda: any(p.name.isdigit() for p in folder.glob("*")), process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    latest = max(int(p.name) for p in folder.iterdir() if p.name.isdigit())
+    done = in_a_process(data, tmp_path / "run", *settings, f"steps={latest + 3}")
+    assert done.returncode == 0, done.stderr
+    assert f"going on from the checkpoint of step {latest}" in done.stdout
+    assert [row["step"] for row in rows(tmp_path / "run") if "train/loss" in row] == list(range(1, latest + 4))
+
+
+def test_the_step_is_traced_once_in_a_whole_run(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = []
+    original = step.make_train_step
+
+    def counting(*args, **kwargs):
+        function = original(*args, **kwargs)
+
+        def traced(state, source):
+            traces.append(1)
+            return function(state, source)
+
+        return traced
+
+    monkeypatch.setattr(step, "make_train_step", counting)
+    train.train(tiny_config(data), tmp_path / "run", quiet())
+    assert len(traces) == 1
+
+
+def test_a_stop_that_comes_while_evaluating_is_obeyed_after_saving(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = train.Evaluator.__call__
+
+    def interrupted(self, params, progress=None):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, params, progress)
+
+    monkeypatch.setattr(train.Evaluator, "__call__", interrupted)
+    outcome = train.train(tiny_config(data, "checkpoint.every_steps=null"), tmp_path / "run", quiet())
+    assert (outcome.step, outcome.stopped_by) == (5, signal.SIGTERM)
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["5"]
+    assert rows(tmp_path / "run")[-1]["step"] == 5
+
+
+def test_nothing_that_is_not_finite_is_saved(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"the loss is nan at step \d+.*Lower optimizer.learning_rate"):
+        train.train(tiny_config(data, "optimizer.learning_rate=1e30", "log.every_steps=1"), tmp_path / "run", quiet())
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def test_another_model_in_the_same_folder_is_refused_and_nothing_touched(data: Path, straight: Path) -> None:
+    before = (straight / "config.yaml").read_bytes()
+    with pytest.raises(CheckpointError, match=r"params\.head: float32\[16, 6\] in the checkpoint"):
+        train.train(tiny_config(data, "model.hidden_size=32"), straight, quiet())
+    assert (straight / "config.yaml").read_bytes() == before
+
+
+def test_two_processes_cannot_train_in_one_folder(data: Path, straight: Path) -> None:
+    with run.lock(straight):
+        done = in_a_process(data, straight)
+    assert done.returncode == 2
+    assert f"another process is training here (pid {os.getpid()})" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_damaged_checkpoint_is_stepped_over_on_request(data: Path, straight: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(straight, tmp_path / "run")
+    for path in (tmp_path / "run" / "checkpoints" / "10" / "state").rglob("*"):
+        if path.is_file() and path.stat().st_size > 5000:
+            path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="--from-step 5"):
+        train.train(tiny_config(data), tmp_path / "run", quiet())
+    train.train(tiny_config(data), tmp_path / "run", quiet(), from_step=5)
+    assert (tmp_path / "run" / "checkpoints_set_aside" / "10").is_dir()
+    assert_same_states(state_at(data, tmp_path / "run", 10), state_at(data, straight, 10))
+
+
+def test_another_dataset_is_noticed(data: Path, straight: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(straight, tmp_path / "run")
+    other = write_4x4(tmp_path / "data", train=30)
+    console = quiet()
+    train.train(tiny_config(other, "steps=11"), tmp_path / "run", console)
+    assert "is not the one this run began with" in console.file.getvalue().replace("\n", " ")
+
+
+def test_the_loop_fetches_only_when_it_logs(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetches = []
+    original = jax.device_get
+    monkeypatch.setattr(train.jax, "device_get", lambda x: fetches.append(1) or original(x))
+    off = ("eval.every_steps=null", "checkpoint.every_steps=null", "log.every_steps=4", "checkpoint.best=null")
+    train.train(tiny_config(data, *off), tmp_path / "run", quiet())
+    # Steps 4, 8 and 10 log; the one evaluation fetches its sums, the one save its checksums.
+    assert len(fetches) == 3 + 1 + 1
+
+
+def test_metrics_are_json_with_the_names_that_are_documented(straight: Path) -> None:
+    lines = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
+    names = {name for line in lines for name in line}
+    assert {
+        "step",
+        "time",
+        "train/loss",
+        "train/lm_loss",
+        "train/q_loss",
+        "train/grad_norm",
+        "train/learning_rate",
+    } <= names
+    assert {"eval/exact_accuracy", "eval/cell_accuracy", "eval/halt_accuracy", "eval/steps", "eval/puzzles"} <= names
+    assert {"perf/examples_per_s", "perf/step_ms", "perf/model_tflops"} <= names
