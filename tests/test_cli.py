@@ -65,7 +65,7 @@ def test_solve_takes_characters_files_and_held_out_puzzles(trained: Path, tmp_pa
     assert "of 2" in ok("solve", trained, listed, "--svg", tmp_path / "a.svg")
     assert (tmp_path / "a.svg").read_text().startswith("<svg")
     assert "not a file, and not a puzzle" in refused("solve", trained, "123")
-    assert "4" in refused("solve", trained, "11..............")  # the row that repeats a digit, by its width
+    assert "1 at row 1, column 1 and again" in refused("solve", trained, "11..............")
     listed.write_text("12..34..........\n12x\n")
     assert f"{listed}:2" in refused("solve", trained, listed)
     listed.write_bytes(b"\xff\xfe\x00")
@@ -125,7 +125,7 @@ def test_data_sudoku_reads_csvs(tmp_path: Path) -> None:
     assert "leave out" in refused("data", "sudoku", tmp_path / "e", *csvs, "--generate")
     assert "--clues goes with --generate" in refused("data", "sudoku", tmp_path / "e", *csvs, "--clues", 30)
     assert "expected rows x columns" in refused("data", "sudoku", tmp_path / "e", "--generate", "--box", "three")
-    bad = lines[:3] + [lines[3].replace(sudoku.format_puzzle(made.questions[3]), "." * 81)]
+    bad = [*lines[:3], lines[3].replace(sudoku.format_puzzle(made.questions[3]), "." * 81)]
     (tmp_path / "train.csv").write_text("\n".join(["source,question,answer,rating", *bad]) + "\n")
     assert "train.csv:5" in refused("data", "sudoku", tmp_path / "e", *csvs, "--train-size", 4)
     assert not (tmp_path / "e").exists()
