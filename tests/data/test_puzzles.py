@@ -130,5 +130,33 @@ def test_what_is_wrong_with_an_authors_folder_is_named(tmp_path: Path) -> None:
         puzzles.import_authors_folder(folder)
     folder = authors_folder(tmp_path / "odd")
     np.save(folder / "train/all__puzzle_indices.npy", np.array([0, 1, 2, 3, 4]))
-    with pytest.raises(DataError, match="do not belong together"):
+    with pytest.raises(DataError, match=r"all__puzzle_indices\.npy: expected offsets that grow from 0 to 5"):
+        puzzles.import_authors_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "array", "message"),
+    [
+        ("group_indices", np.array([0, 0, 4]), "offsets that grow from 0 to 4"),
+        ("puzzle_indices", np.array([0, 2, 1, 3, 5]), "offsets that grow"),
+        ("puzzle_indices", np.array(5), "expected integers in 1 dimensions"),
+        ("inputs", np.full((5, 4), 1.7), "float64.*expected integers in 2 dimensions"),
+        ("inputs", np.full((5, 4), 300), "tokens from 300 to 300, not 0 to 255"),
+        ("labels", np.ones((4, 4), int), "do not belong together"),
+        ("puzzle_identifiers", np.array([1, 1, 2]), "offsets that grow from 0 to 3"),
+    ],
+)
+def test_arrays_that_cannot_be_are_refused(tmp_path: Path, field: str, array: np.ndarray, message: str) -> None:
+    folder = authors_folder(tmp_path / "theirs")
+    np.save(folder / "train" / f"all__{field}.npy", array)
+    with pytest.raises(DataError, match=message):
+        puzzles.import_authors_folder(folder)
+
+
+@pytest.mark.parametrize(("key", "value"), [("seq_len", "x"), ("sets", []), ("sets", 3), ("vocab_size", None)])
+def test_a_description_that_cannot_be_is_refused(tmp_path: Path, key: str, value: object) -> None:
+    folder = authors_folder(tmp_path / "theirs")
+    path = folder / "train/dataset.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(DataError, match=f"not in the authors' format: {key}"):
         puzzles.import_authors_folder(folder)

@@ -12,10 +12,10 @@ import zipfile
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
 from tinypod.config import Config
 from tinypod.errors import DataError
@@ -135,7 +135,18 @@ def check_split(info: DatasetInfo, split: Split, where: str) -> None:
     }
     for field, (values, limit) in limits.items():
         if values.min() < 0 or values.max() >= limit:
-            raise DataError(f"{where}: {field} holds {values.max()}, expected values from 0 to {limit - 1}")
+            wrong = values.min() if values.min() < 0 else values.max()
+            raise DataError(f"{where}: {field} holds {wrong}, expected values from 0 to {limit - 1}")
+
+
+class AuthorsInfo(BaseModel):
+    """What we need of a `dataset.json` that the TRM authors' scripts wrote; they write more."""
+
+    seq_len: PositiveInt
+    vocab_size: PositiveInt
+    num_puzzle_identifiers: PositiveInt
+    ignore_label_id: int | None = None
+    sets: Annotated[list[str], Field(min_length=1)]
 
 
 def import_authors_folder(folder: Path) -> tuple[DatasetInfo, dict[str, Split]]:
@@ -145,93 +156,88 @@ def import_authors_folder(folder: Path) -> tuple[DatasetInfo, dict[str, Split]]:
         raise DataError(
             f"{folder}: no converted dataset here; expected train/dataset.json, train/all__inputs.npy and so on"
         )
-    described = {name: _read_json(folder / name / "dataset.json") for name in names}
-    sets = {name: _need(described[name], "sets", folder / name / "dataset.json") for name in names}
-    all_sources = sorted({set_name for members in sets.values() for set_name in members})
-    splits = {name: _import_split(folder / name, described[name], all_sources) for name in names}
-    first = described[names[0]]
+    described = {name: _read_authors_info(folder / name / "dataset.json") for name in names}
+    sources = sorted({source for info in described.values() for source in info.sets})
+    if len({info.seq_len for info in described.values()}) > 1:
+        raise DataError(f"{folder}: its splits have puzzles of different lengths (seq_len)")
+    splits = {name: _import_split(folder / name, described[name], sources) for name in names}
     info = DatasetInfo(
         kind="plain",
-        seq_len=first["seq_len"],
-        vocab_size=max(d["vocab_size"] for d in described.values()),
-        num_identifiers=max(d["num_puzzle_identifiers"] for d in described.values()),
+        seq_len=described[names[0]].seq_len,
+        vocab_size=max(info.vocab_size for info in described.values()),
+        num_identifiers=max(info.num_puzzle_identifiers for info in described.values()),
         box=None,
-        sources=all_sources,
+        sources=sources,
         grouped=True,
         origin=f"imported from {folder.name}",
     )
     return info, splits
 
 
-def _import_split(folder: Path, described: dict[str, Any], all_sources: list[str]) -> Split:
-    parts = [_import_set(folder, name, described, all_sources.index(name)) for name in described["sets"]]
-    if len(parts) == 1:
-        return parts[0]
-    starts = np.cumsum([0] + [len(part) for part in parts[:-1]])
-    merged = {field: np.concatenate([getattr(part, field) for part in parts]) for field in FIELDS}
-    offsets = [part.group_offsets[:-1] + start for part, start in zip(parts, starts, strict=True)]  # type: ignore[index]
-    weights = [part.group_weights for part in parts]
+def _read_authors_info(path: Path) -> AuthorsInfo:
+    try:
+        return AuthorsInfo.model_validate(json.loads(path.read_text()))
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+        raise DataError(f"{path}: {error}") from None
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise DataError(f"{path}: not in the authors' format: {wrong}") from None
+
+
+def _import_split(folder: Path, described: AuthorsInfo, sources: list[str]) -> Split:
+    parts = [_import_set(folder, name, described, sources.index(name)) for name in described.sets]
+    starts = np.cumsum([0] + [len(part) for part, _, _ in parts])
     return Split(
-        **merged,
-        group_offsets=np.append(np.concatenate(offsets), len(merged["inputs"])),
-        group_weights=np.concatenate(weights),  # type: ignore[arg-type]
+        **{field: np.concatenate([getattr(part, field) for part, _, _ in parts]) for field in FIELDS},
+        group_offsets=np.append(
+            np.concatenate([offsets[:-1] + start for (_, offsets, _), start in zip(parts, starts[:-1], strict=True)]),
+            starts[-1],
+        ),
+        group_weights=np.concatenate([weights for _, _, weights in parts]),
     )
 
 
-def _import_set(folder: Path, name: str, described: dict[str, Any], source: int) -> Split:
-    arrays = {}
-    for field in ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices"):
-        path = folder / f"{name}__{field}.npy"
-        try:
-            arrays[field] = np.load(path, allow_pickle=False)
-        except FileNotFoundError:
-            raise DataError(f"{path}: missing from the converted dataset") from None
-        except (ValueError, EOFError, OSError) as error:
-            raise DataError(f"{path}: not readable as an array: {error}") from None
-    examples, puzzles, groups = (
-        arrays["puzzle_indices"],
-        arrays["puzzle_identifiers"],
-        arrays["group_indices"],
-    )
-    if examples[-1] != len(arrays["inputs"]) or groups[-1] != len(puzzles) or len(examples) != len(puzzles) + 1:
+def _import_set(folder: Path, name: str, described: AuthorsInfo, source: int) -> tuple[Split, np.ndarray, np.ndarray]:
+    """The rows of one set, and where its groups begin and what they weigh."""
+    fields = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
+    arrays = {field: _read_array(folder / f"{name}__{field}.npy", 2 if field in FIELDS else 1) for field in fields}
+    examples, puzzles, groups = arrays["puzzle_indices"], arrays["puzzle_identifiers"], arrays["group_indices"]
+    for field, offsets, last in (
+        ("puzzle_indices", examples, len(arrays["inputs"])),
+        ("group_indices", groups, len(puzzles)),
+    ):
+        if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != last or (np.diff(offsets) <= 0).any():
+            raise DataError(f"{folder}/{name}__{field}.npy: expected offsets that grow from 0 to {last}")
+    if len(examples) != len(puzzles) + 1 or len(arrays["labels"]) != len(arrays["inputs"]):
         raise DataError(
-            f"{folder}/{name}__*.npy do not belong together: {len(arrays['inputs'])} inputs and {len(puzzles)} "
-            f"identifiers, but puzzle_indices ends at {examples[-1]} and group_indices at {groups[-1]}"
+            f"{folder}/{name}__*.npy do not belong together: {len(arrays['inputs'])} inputs, {len(arrays['labels'])} "
+            f"labels, {len(puzzles)} identifiers, {len(examples)} puzzle_indices (one more than identifiers is right)"
         )
     labels = arrays["labels"]
-    ignored = described.get("ignore_label_id")
-    if ignored is not None and ignored != 0:
-        labels = np.where(labels == ignored, 0, labels)
+    if described.ignore_label_id not in (None, 0):
+        labels = np.where(labels == described.ignore_label_id, 0, labels)
     for field, values in (("inputs", arrays["inputs"]), ("labels", labels)):
         if values.min() < 0 or values.max() > 255:
-            raise DataError(f"{folder}/{name}__{field}.npy: token {values.max()} does not fit in 0..255")
+            raise DataError(f"{folder}/{name}__{field}.npy: tokens from {values.min()} to {values.max()}, not 0 to 255")
     offsets = examples[groups].astype(np.int64)
-    rows = len(labels)
-    return Split(
+    split = Split(
         inputs=arrays["inputs"].astype(np.uint8),
         labels=labels.astype(np.uint8),
         identifiers=np.repeat(puzzles, np.diff(examples)).astype(np.int32),
-        sources=np.full(rows, source, np.uint16),
-        ratings=np.zeros(rows, np.int32),
-        group_offsets=offsets,
-        # An epoch shows every example of one puzzle of each group: a group's share is its examples per puzzle.
-        group_weights=np.diff(offsets) / np.diff(groups),
+        sources=np.full(len(labels), source, np.uint16),
+        ratings=np.zeros(len(labels), np.int32),
     )
+    # An epoch shows every example of one puzzle of each group: a group's share is its examples per puzzle.
+    return split, offsets, np.diff(offsets) / np.diff(groups)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_array(path: Path, ndim: int) -> np.ndarray:
     try:
-        loaded = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
-        raise DataError(f"{path}: {error}") from None
-    if not isinstance(loaded, dict):
-        raise DataError(f"{path}: expected an object")
-    for key in ("seq_len", "vocab_size", "num_puzzle_identifiers"):
-        _need(loaded, key, path)
-    return loaded
-
-
-def _need(described: dict[str, Any], key: str, path: Path) -> Any:
-    if key not in described:
-        raise DataError(f"{path}: no {key!r}; is this the authors' format?")
-    return described[key]
+        array = np.load(path, allow_pickle=False)
+    except FileNotFoundError:
+        raise DataError(f"{path}: missing from the converted dataset") from None
+    except (ValueError, EOFError, OSError) as error:
+        raise DataError(f"{path}: not readable as an array: {error}") from None
+    if array.ndim != ndim or not np.issubdtype(array.dtype, np.integer) or not array.size:
+        raise DataError(f"{path}: {array.dtype}{list(array.shape)}, expected integers in {ndim} dimensions")
+    return array
