@@ -6,6 +6,7 @@ It does not notice a flipped bit in an array, so a restore recomputes the checks
 refused and left as it is, and the one before it is offered.
 """
 
+import functools
 import logging
 import math
 import shutil
@@ -65,6 +66,7 @@ class Checkpoints:
         read_only: bool = False,
     ) -> None:
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax tells of every option, and of errors twice
+        _hush_tensorstore()
         self.folder = folder.absolute()
         self.best_metric, self.best_mode = best_metric, best_mode
         policies: list[Any] = [checkpoint_managers.LatestN(keep_last)]
@@ -147,7 +149,6 @@ class Checkpoints:
         self._manager.close()
 
     def _save_error(self, error: Exception) -> CheckpointError:
-        _hush_readers()
         text = str(error)
         why = "no space left on the device" if "No space left" in text else _first_line(error)
         kept = f"the latest complete one is step {self.latest()}" if self.steps() else "there is no complete one yet"
@@ -167,7 +168,6 @@ class Checkpoints:
             expected = restored["info"]["checksums"]
             found = jax.device_get(checksums(restored["state"]))
         except Exception as error:  # Orbax and TensorStore raise bare Exceptions too
-            _hush_readers()
             raise self._damaged(step, _first_line(error)) from error
         wrong = [name for name in wanted if int(found[name]) != expected.get(name)]
         if wrong:
@@ -235,15 +235,20 @@ class Checkpoints:
         return CheckpointError(f"{self.folder / str(step)} is damaged: {why}\nIt was left as it is; {advice}")
 
 
-def _hush_readers() -> None:
+@functools.cache
+def _hush_tensorstore() -> None:
     """After a failure, the reads and writes still on their way complain that nobody waits for them: not on stderr."""
-    previous = sys.unraisablehook
+    excepthook, unraisablehook = sys.excepthook, sys.unraisablehook
 
-    def hook(unraisable: Any) -> None:
+    def on_exception(kind: Any, error: Any, trace: Any) -> None:
+        if "Event loop is closed" not in str(error):
+            excepthook(kind, error, trace)
+
+    def on_unraisable(unraisable: Any) -> None:
         if "Event loop is closed" not in str(unraisable.exc_value):
-            previous(unraisable)
+            unraisablehook(unraisable)
 
-    sys.unraisablehook = hook
+    sys.excepthook, sys.unraisablehook = on_exception, on_unraisable
 
 
 def _describe(leaf: tuple[tuple[int, ...], Any] | None) -> str:
