@@ -63,7 +63,6 @@ def train(config: ExperimentConfig, run_dir: Path, console: Console, from_step: 
         start = int(state.step)
         describe(experiment, run_dir, start, len(splits[0]), len(splits[1]), console)
         about = run.about(experiment)
-        resumed = checkpoints.latest() is not None
         with open_metrics(
             run_dir,
             tensorboard=config.log.tensorboard,
@@ -79,7 +78,7 @@ def train(config: ExperimentConfig, run_dir: Path, console: Console, from_step: 
             evaluate = Evaluator(experiment, splits[1], config.eval.batch_size, limit=config.eval.limit)
             train_step = compile_step(experiment, state, source, console)
             outcome = Outcome(start, best=checkpoints.best())
-            saved, saved_at = (start if resumed else -1), time.monotonic()
+            saved, saved_at = start, time.monotonic()
             pending: list[dict[str, jax.Array]] = []
             with TrainingProgress(console, start, config.steps) as progress:
                 watch = Stopwatch()
@@ -114,7 +113,7 @@ def train(config: ExperimentConfig, run_dir: Path, console: Console, from_step: 
                         if saving or outcome.step == config.steps:
                             checkpoints.save(state, about, scores)
                             saved, saved_at = outcome.step, time.monotonic()
-                if outcome.step > max(saved, start if resumed else 0):
+                if outcome.step > saved:
                     if pending:
                         log()
                     checkpoints.save(state, about)
