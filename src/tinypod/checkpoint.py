@@ -240,12 +240,16 @@ def _hush_tensorstore() -> None:
     """After a failure, the reads and writes still on their way complain that nobody waits for them: not on stderr."""
     excepthook, unraisablehook = sys.excepthook, sys.unraisablehook
 
+    def abandoned(error: Any) -> bool:
+        # A coroutine that is thrown away ends with GeneratorExit, which Orbax turns into an error of its own.
+        return "Event loop is closed" in str(error) or isinstance(getattr(error, "__cause__", None), GeneratorExit)
+
     def on_exception(kind: Any, error: Any, trace: Any) -> None:
-        if "Event loop is closed" not in str(error):
+        if not abandoned(error):
             excepthook(kind, error, trace)
 
     def on_unraisable(unraisable: Any) -> None:
-        if "Event loop is closed" not in str(unraisable.exc_value):
+        if not abandoned(unraisable.exc_value):
             unraisablehook(unraisable)
 
     sys.excepthook, sys.unraisablehook = on_exception, on_unraisable
