@@ -41,21 +41,21 @@ CheckpointOption = Annotated[str, typer.Option("--checkpoint", help="Which one: 
 
 
 def main() -> None:
-    """The console script: a user's error is a message and exit code 2, never a traceback."""
+    """The console script: a user's error is a message and its exit code, never a traceback."""
     try:
         app()
     except UserError as error:
-        _fail(str(error))
+        _fail(str(error), error.exit_code)
     except OSError as error:
         if error.filename is None and error.strerror is None:
             raise
         _fail(f"{error.filename or 'a file'}: {error.strerror}")
 
 
-def _fail(message: str) -> None:
+def _fail(message: str, exit_code: int = UserError.exit_code) -> None:
     errors.print("[bold red]error:[/] ", end="")
     errors.print(message, markup=False, highlight=False, soft_wrap=True)
-    sys.exit(2)
+    sys.exit(exit_code)
 
 
 @app.callback(invoke_without_command=True)
