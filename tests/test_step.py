@@ -11,6 +11,8 @@ import pytest
 from fixtures import tiny_config, write_4x4
 from tinypod import experiment, step
 from tinypod.errors import ConfigError
+from tinypod.optim import Optimizer
+from tinypod.tasks.task import Task
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,7 @@ def test_eight_devices_are_one(data: Path) -> None:
 
 
 def test_a_batch_that_does_not_divide_is_refused(data: Path) -> None:
-    with pytest.raises(ConfigError, match="12 rows do not divide over 8 devices; choose a multiple of 8"):
+    with pytest.raises(ConfigError, match=r"12 rows do not divide over 8 devices .*choose a multiple of 8"):
         experiment.build(tiny_config(data, "batch_size=12")).check_batch()
 
 
@@ -156,27 +158,83 @@ def test_one_example_weighs_the_same_in_any_part(data: Path) -> None:
     assert float(sum(loss(*half) for half in halves)) == pytest.approx(float(loss(carry, batch)), rel=1e-6)
 
 
-def test_a_task_is_all_that_the_step_knows(data: Path) -> None:
-    """A linear regression as a task: nothing in the step is about puzzles."""
+def regression(data: Path, bad_batches: tuple[int, ...] = ()) -> tuple[Task, Optimizer]:
+    """A linear regression as a task: nothing in the step is about puzzles. Chosen batches hold a NaN."""
     built = experiment.build(tiny_config(data), jax.devices()[:1])
     target = jnp.arange(4.0)
+    bad_keys = [jax.random.key_data(jax.random.fold_in(jax.random.key(0), number + 1)) for number in bad_batches]
+
+    def draw(source, key):
+        x = jax.random.normal(key, (16, 4))
+        for bad in bad_keys:
+            x = jnp.where(jnp.all(jax.random.key_data(key) == bad), x.at[3, 1].set(jnp.nan), x)
+        return {"x": x}
 
     def loss(params, rows, carry, batch):
         error = jnp.sum((batch["x"] @ (params["w"] - target)) ** 2)
-        return error, (carry, {"loss": error})
+        return error, ({"seen": batch["x"]}, {"loss": error})
 
     task = dataclasses.replace(
         built.task,
         init_params=lambda key: {"w": jnp.zeros(4)},
-        init_carry=lambda params: {},
-        draw=lambda source, key: {"x": jax.random.normal(key, (16, 4))},
+        init_carry=lambda params: {"seen": jnp.zeros((16, 4))},
+        draw=draw,
         begin=lambda params, carry, batch: carry,
         lookup=lambda carry: {},
         loss=loss,
         frozen=(),
         tables=(),
     )
-    optimizer = built.optimizer
+    return task, built.optimizer
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(data: Path) -> None:
+    task, optimizer = regression(data, bad_batches=(1,))
+    train_step = jax.jit(step.make_train_step(task, optimizer, 0, 16, accumulation=1, ema_decay=0.9))
+    first, _ = train_step(step.make_init(task, optimizer, 0, ema=True)(), {})
+    second, sums = train_step(first, {})
+    assert int(second.step) == 2
+    for old, new in zip(jax.tree.leaves(first)[1:], jax.tree.leaves(second)[1:], strict=True):
+        assert np.array_equal(old, new)
+    assert {name: float(value) for name, value in sums.items()} == {
+        "loss": 0.0,
+        "grad_norm": 0.0,
+        "updates": 0.0,
+        "skipped": 1.0,
+    }
+    third, sums = train_step(second, {})
+    assert float(sums["skipped"]) == 0
+    assert not np.array_equal(third.params["w"], second.params["w"])
+
+
+def test_batches_that_are_left_out_are_never_drawn(data: Path) -> None:
+    """Leaving out batch 1 and batches 3 and 4 gives what a run would see that never had them."""
+    task, optimizer = regression(data, bad_batches=(1, 3, 4))
+    train_step = jax.jit(step.make_train_step(task, optimizer, 0, 16, accumulation=1, ema_decay=None))
+    source = {step.SKIPPED: jnp.asarray([[0, 0], [1, 1], [3, 2]], jnp.int32)}
+    state = step.make_init(task, optimizer, 0, ema=False)()
+    drawn = []
+    for _ in range(4):
+        state, sums = train_step(state, source)
+        assert float(sums["skipped"]) == 0
+        drawn.append(np.asarray(state.carry["seen"]))
+    keys = [jax.random.fold_in(jax.random.key(0), number + 1) for number in (0, 2, 5, 6)]
+    assert all(np.array_equal(seen, jax.random.normal(key, (16, 4))) for seen, key in zip(drawn, keys, strict=True))
+
+
+def test_accumulation_splits_the_work_of_each_part_over_the_devices(data: Path) -> None:
+    """Parts of neighbouring rows would lie on few devices and be computed by all."""
+
+    def flops(devices: int) -> float:
+        built = experiment.build(tiny_config(data, "accumulation=2"), jax.devices()[:devices])
+        source = built.put_source(built.read_split("train"))
+        return built.train_step.lower(built.abstract_state, source).compile().cost_analysis()["flops"]
+
+    assert flops(8) < flops(1) / 4
+
+
+def test_a_task_is_all_that_the_step_knows(data: Path) -> None:
+    task, optimizer = regression(data)
     train_step = jax.jit(step.make_train_step(task, optimizer, 0, 16, accumulation=2, ema_decay=None))
     state = step.make_init(task, optimizer, 0, ema=False)()
     _, first = train_step(state, {})

@@ -33,14 +33,17 @@ class Evaluator:
         limit: int | None = None,
     ) -> None:
         self.split, self.rows = split, min(len(split), limit or len(split))
-        devices = experiment.mesh.size
-        self.batch_size = -(-min(batch_size, self.rows) // devices) * devices
+        shards = sharding.num_row_shards(experiment.mesh)
+        self.batch_size = -(-min(batch_size, self.rows) // shards) * shards
         self.sources = experiment.info.sources
-        whole, by_rows = sharding.replicated(experiment.mesh), sharding.by_rows(experiment.mesh)
+        self._by_rows = sharding.by_rows(experiment.mesh)
         score = make_score(
-            experiment.config.model, halt_steps or experiment.config.task.halting.max_steps, len(self.sources)
+            experiment.config.model,
+            halt_steps or experiment.config.task.halting.max_steps,
+            len(self.sources),
+            experiment.gather,
         )
-        self._score = jax.jit(score, in_shardings=(whole, by_rows), out_shardings=whole)
+        self._score = jax.jit(score, out_shardings=sharding.replicated(experiment.mesh))
 
     def __call__(self, params: trm.Params, progress: Progress | None = None) -> dict[str, float]:
         """Metrics over all rows, and by source where there are several."""
@@ -56,7 +59,7 @@ class Evaluator:
         assert sums["puzzles"].sum() == self.rows
         return name_metrics(sums, self.sources)
 
-    def _batch(self, start: int) -> dict[str, np.ndarray]:
+    def _batch(self, start: int) -> dict[str, Array]:
         split, stop = self.split, min(start + self.batch_size, self.rows)
         fill = self.batch_size - (stop - start)
 
@@ -65,22 +68,23 @@ class Evaluator:
             return np.pad(rows, [(0, fill)] + [(0, 0)] * (rows.ndim - 1))
 
         labels = padded(split.labels, np.int32)
-        return {
+        batch = {
             "inputs": padded(split.inputs, np.int32),
             "labels": np.where(labels == 0, IGNORED_LABEL, labels),
             "identifiers": padded(split.identifiers, np.int32),
             "sources": padded(split.sources, np.int32),
             "counts": padded(np.ones(len(split)), np.float32),
         }
+        return sharding.put(batch, self._by_rows)
 
 
 def make_score(
-    model: trm.TrmConfig, halt_steps: int, num_sources: int
+    model: trm.TrmConfig, halt_steps: int, num_sources: int, gather: sharding.Gather | None = None
 ) -> Callable[[trm.Params, dict[str, Array]], dict[str, Array]]:
     """`(params, batch) -> sums [num_sources]`. Every row runs all the steps; the last answer is the one that counts."""
 
     def score(params: trm.Params, batch: dict[str, Array]) -> dict[str, Array]:
-        logits, q, stopped = run_steps(model, params, batch["inputs"], batch["identifiers"], halt_steps)
+        logits, q, stopped = run_steps(model, params, batch["inputs"], batch["identifiers"], halt_steps, gather)
         scores = puzzle.score(logits, q[:, 0], batch["labels"])
         counts = batch["counts"]
         values = {name: scores[name] * counts for name in puzzle.METRICS} | {
@@ -94,7 +98,12 @@ def make_score(
 
 
 def run_steps(
-    model: trm.TrmConfig, params: trm.Params, inputs_BS: Array, identifiers_B: Array, steps: int
+    model: trm.TrmConfig,
+    params: trm.Params,
+    inputs_BS: Array,
+    identifiers_B: Array,
+    steps: int,
+    gather: sharding.Gather | None = None,
 ) -> tuple[Array, Array, Array]:
     """`steps` steps from scratch: the last logits and q, and the step [B] at which each row would have stopped."""
     B, S = inputs_BS.shape
@@ -103,7 +112,7 @@ def run_steps(
 
     def advance(number: Array, state: Any) -> Any:
         z, _, _, stopped = state
-        z, logits, q = trm.apply(model, params, z, inputs_BS, rows)
+        z, logits, q = trm.apply(model, params, z, inputs_BS, rows, gather)
         return z, logits, q, jnp.where(q[:, 0] > 0, jnp.minimum(stopped, number), stopped)
 
     logits = jnp.zeros((B, S, params["head"].shape[1]), model.dtype)
@@ -136,7 +145,7 @@ def refine(
         rows = None if table is None else table[jnp.zeros(inputs.shape[0], jnp.int32)]
 
         def advance(z: trm.Z, _: None) -> tuple[trm.Z, tuple[Array, Array]]:
-            z, logits, q = trm.apply(model, params, z, inputs, rows)
+            z, logits, q = trm.apply(model, params, z, inputs, rows, experiment.gather)
             return z, (jnp.argmax(logits, axis=-1), jax.nn.sigmoid(q[:, 0]))
 
         return jax.lax.scan(advance, trm.initial_z(model, params, *inputs.shape), length=steps)[1]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -49,7 +50,16 @@ class CheckpointConfig(Config):
     every_steps: PositiveInt | None = 1000
     every_minutes: PositiveFloat | None = 10.0
     keep_last: PositiveInt = 2
+    keep_every_hours: PositiveFloat | None = None  # besides the last and the best, one of each so many hours
     best: BestConfig | None = BestConfig()
+
+
+class NonFiniteConfig(Config):
+    """A step whose loss or gradients are not finite changes nothing and is counted; too many in a row, and the run goes
+    back to the last checkpoint before them and leaves their batches out."""
+
+    rollback_after: PositiveInt = 10  # such steps in a row
+    max_rollbacks: NonNegativeInt = 3  # in a whole run; then it ends
 
 
 class LogConfig(Config):
@@ -63,6 +73,7 @@ class ExperimentConfig(Config):
     steps: PositiveInt
     batch_size: PositiveInt
     accumulation: PositiveInt = 1  # parts that a batch is computed in, one after the other
+    mesh: sharding.MeshConfig = sharding.MeshConfig()
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = 0.999
     data: DataConfig
     model: trm.TrmConfig
@@ -70,6 +81,7 @@ class ExperimentConfig(Config):
     optimizer: OptimizerConfig
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    nonfinite: NonFiniteConfig = NonFiniteConfig()
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")
@@ -95,6 +107,8 @@ class Experiment:
     mesh: Mesh
     task: Task
     optimizer: Optimizer
+    gather: sharding.Gather | None  # makes weights split over `fsdp` whole where they are used
+    specs: Any  # of the parameters
     state_shardings: Any
     init: Callable[[], step.TrainState]
     train_step: Callable[[step.TrainState, Any], tuple[step.TrainState, dict[str, jax.Array]]]
@@ -115,18 +129,23 @@ class Experiment:
     def read_split(self, name: str) -> puzzles.Split:
         return puzzles.read_split(Path(self.config.data.path), self.info, name)
 
-    def put_source(self, split: puzzles.Split) -> dict[str, jax.Array]:
-        """The training puzzles on every device."""
-        return jax.device_put(views.device_arrays(split), sharding.replicated(self.mesh))
+    def put_source(self, split: puzzles.Split, skipped: list[tuple[int, int]] | None = None) -> dict[str, jax.Array]:
+        """The training puzzles on every device, and which batches to leave out (first number and count)."""
+        ranges = np.zeros((self.config.nonfinite.max_rollbacks, 2), np.int32)  # one shape, whatever there is to skip
+        for i, pair in enumerate(sorted(skipped or [])):
+            ranges[i] = pair
+        return sharding.put(views.device_arrays(split) | {step.SKIPPED: ranges}, sharding.replicated(self.mesh))
 
 
 def build(config: ExperimentConfig, devices: list[Any] | None = None) -> Experiment:
     """Reads the dataset's description, not its arrays."""
     info = puzzles.read_info(Path(config.data.path))
     shape = trm.PuzzleShape(info.seq_len, info.vocab_size, info.num_identifiers)
-    mesh = sharding.make_mesh(devices)
-    source = make_source(config, info)
-    task = build_task(config.task, config.model, shape, config.batch_size, source)
+    mesh = sharding.make_mesh(config.mesh, devices)
+    params = jax.eval_shape(lambda: trm.init(config.model, shape, jax.random.key(0)))
+    specs = sharding.param_specs(trm.sharding_rules(config.model), params, mesh)
+    gather = sharding.make_gather(mesh, specs)
+    task = build_task(config.task, config.model, shape, config.batch_size, make_source(config, info), gather)
     optimizer = build_optimizer(config.optimizer, config.batch_size, config.steps)
 
     init = step.make_init(task, optimizer, config.seed, ema=config.ema_decay is not None)
@@ -135,7 +154,13 @@ def build(config: ExperimentConfig, devices: list[Any] | None = None) -> Experim
     )
     whole, rows = sharding.replicated(mesh), sharding.by_rows(mesh)
     shapes = jax.eval_shape(init)
-    shardings = jax.tree.map(lambda _: whole, shapes)._replace(carry=jax.tree.map(lambda _: rows, shapes.carry))
+    shardings = shapes._replace(
+        step=whole,
+        params=sharding.named(mesh, specs),
+        opt_state=sharding.named(mesh, sharding.specs_like(specs, shapes.opt_state)),
+        ema=sharding.named(mesh, sharding.specs_like(specs, shapes.ema)),
+        carry=jax.tree.map(lambda _: rows, shapes.carry),
+    )
     return Experiment(
         config=config,
         info=info,
@@ -143,6 +168,8 @@ def build(config: ExperimentConfig, devices: list[Any] | None = None) -> Experim
         mesh=mesh,
         task=task,
         optimizer=optimizer,
+        gather=gather,
+        specs=specs,
         state_shardings=shardings,
         init=jax.jit(init, out_shardings=shardings),
         train_step=jax.jit(

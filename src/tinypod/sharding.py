@@ -1,16 +1,73 @@
-"""Where arrays lie. One mesh axis, `data`: the rows of a batch are split over it, everything else is replicated."""
+"""Where arrays lie: the mesh, and rules from a parameter's path to its split over the mesh.
 
-from typing import Any
+Three axes. The rows of a batch are split over `data` and `fsdp`; `fsdp` also splits weights, their optimizer state and
+their averages, which are made whole where a layer uses them; `tensor` splits heads and the inner width of MLPs. Devices
+are ordered host by host with `tensor` innermost, so that the axes that talk most stay inside a host.
+
+A rule is `(pattern, PartitionSpec)`; the pattern must match a whole path (`layers.mlp.down`), the first match counts.
+Rules stand beside the model. A parameter without a rule, or a rule without a parameter, is an error.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import jax
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from pydantic import Field, model_validator
 
+from tinypod.config import Config
 from tinypod.errors import ConfigError
 
+AXES = ("data", "fsdp", "tensor")
+ROWS = ("data", "fsdp")  # the axes that the rows of a batch are split over
 
-def make_mesh(devices: list[Any] | None = None) -> Mesh:
-    return Mesh(np.asarray(devices if devices is not None else jax.devices()), ("data",))
+Rules = Sequence[tuple[str, PartitionSpec]]
+Tree = Any
+Gather = Callable[[str, Tree], Tree]  # (a top-level name of the parameters, all or one layer of it) -> the same, whole
+
+AxisSize = Annotated[int, Field(ge=-1)]
+
+
+class MeshConfig(Config):
+    """Devices along each axis; one of them may be -1: all that are left."""
+
+    data: AxisSize = -1
+    fsdp: AxisSize = 1
+    tensor: AxisSize = 1
+
+    @model_validator(mode="after")
+    def _one_is_free(self) -> "MeshConfig":
+        sizes = [getattr(self, axis) for axis in AXES]
+        if 0 in sizes:
+            raise ValueError("an axis has at least 1 device, or -1 for all that are left")
+        if sizes.count(-1) > 1:
+            raise ValueError("only one axis can be -1 (all devices that are left)")
+        return self
+
+    def shape(self, num_devices: int) -> tuple[int, ...]:
+        """Sizes of the axes on so many devices."""
+        sizes = [getattr(self, axis) for axis in AXES]
+        written = " × ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
+        fixed = math.prod(size for size in sizes if size != -1)
+        if -1 in sizes:
+            if num_devices % fixed:
+                raise ConfigError(f"mesh: {written} does not divide the {num_devices} devices there are")
+            sizes[sizes.index(-1)] = num_devices // fixed
+        elif fixed != num_devices:
+            raise ConfigError(
+                f"mesh: {written} makes {fixed} devices, but there are {num_devices}; set one axis to -1 to take all"
+            )
+        return tuple(sizes)
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    found = list(jax.devices() if devices is None else devices)
+    ordered = sorted(found, key=lambda device: (device.process_index, device.id))
+    return Mesh(np.asarray(ordered).reshape(config.shape(len(ordered))), AXES)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -18,11 +75,130 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def by_rows(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec("data"))
+    return NamedSharding(mesh, PartitionSpec(ROWS))
+
+
+def num_row_shards(mesh: Mesh) -> int:
+    return math.prod(mesh.shape[axis] for axis in ROWS)
 
 
 def check_divides(mesh: Mesh, rows: int, key: str) -> None:
-    if rows % mesh.size:
+    shards = num_row_shards(mesh)
+    if rows % shards:
         raise ConfigError(
-            f"{key}: {rows} rows do not divide over {mesh.size} devices; choose a multiple of {mesh.size}"
+            f"{key}: {rows} rows do not divide over {shards} devices (mesh: data={mesh.shape['data']} × "
+            f"fsdp={mesh.shape['fsdp']}); choose a multiple of {shards}"
         )
+
+
+def path_of(key_path: tuple[Any, ...]) -> str:
+    """A leaf's name: `layers.mlp.down`. It is its checkpoint key and its sharding key."""
+    return jax.tree_util.keystr(key_path, simple=True, separator=".")
+
+
+def param_specs(rules: Rules, params: Tree, mesh: Mesh) -> Tree:
+    """The spec of every parameter, as long as the parameter has dimensions."""
+    unused = [pattern for pattern, _ in rules]
+
+    def spec_of(key_path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+        path = path_of(key_path)
+        for pattern, spec in rules:
+            if re.fullmatch(pattern, path):
+                if pattern in unused:
+                    unused.remove(pattern)
+                _check_fits(path, leaf.shape, spec, mesh)
+                return PartitionSpec(*spec, *[None] * (len(leaf.shape) - len(spec)))
+        raise ConfigError(f"no sharding rule matches the parameter {path}; add one beside its model")
+
+    specs = jax.tree_util.tree_map_with_path(spec_of, params)
+    if unused:
+        raise ConfigError(f"sharding rules that match no parameter: {', '.join(unused)}; mend or remove them")
+    return specs
+
+
+def _check_fits(path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> None:
+    if len(spec) > len(shape):
+        raise ConfigError(f"the sharding rule {spec} has more dimensions than {path}, which is {list(shape)}")
+    for dim, entry in enumerate(spec):
+        axes = _axes(entry)
+        split = math.prod(mesh.shape[axis] for axis in axes)
+        if shape[dim] % split:
+            sizes = " × ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axes)
+            raise ConfigError(
+                f"{sizes} does not divide dimension {dim} of {path}, which is {list(shape)}; "
+                "choose a divisor of it, or a wider model"
+            )
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def specs_like(specs: Tree, tree: Tree) -> Tree:
+    """Specs for a tree that holds copies of parameters at the end of longer paths (moments, averages): each takes its
+    parameter's; anything else must be a scalar, and is replicated."""
+    by_path = {path_of(key): spec for key, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec)}
+
+    def spec_of(key_path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+        path = path_of(key_path)
+        for start in [0, *(match.end() for match in re.finditer(r"\.", path))]:
+            spec = by_path.get(path[start:])
+            if spec is not None and len(spec) == len(leaf.shape):
+                return spec
+        if leaf.shape:
+            raise ConfigError(f"{path} {list(leaf.shape)} belongs to no parameter, so that no sharding is known for it")
+        return PartitionSpec()
+
+    return jax.tree_util.tree_map_with_path(spec_of, tree)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def named(mesh: Mesh, specs: Tree) -> Tree:
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
+
+
+def put(tree: Tree, shardings: Tree) -> Tree:
+    """Host arrays, the same on every process, as global arrays; each process hands its devices only their parts."""
+
+    def place(x: Any, sharding: NamedSharding) -> Array:
+        x = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+    if isinstance(shardings, NamedSharding):
+        return jax.tree.map(lambda x: place(x, shardings), tree)
+    return jax.tree.map(place, tree, shardings)
+
+
+def make_gather(mesh: Mesh, specs: Tree) -> Gather | None:
+    """What makes stored weights whole over `fsdp` where they are used, and splits their gradients again at once.
+
+    None where nothing is split over `fsdp`. Inside a loop over layers only one layer is whole at a time.
+    """
+    if mesh.shape["fsdp"] == 1:
+        return None
+
+    def gather_one(weight: Array, spec: PartitionSpec) -> Array:
+        stored = PartitionSpec(*spec[len(spec) - weight.ndim :])  # one layer has no dimension for the layers
+        used = PartitionSpec(*(_without_fsdp(entry) for entry in stored))
+
+        @jax.custom_vjp
+        def gather(x: Array) -> Array:
+            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, used))
+
+        gather.defvjp(
+            lambda x: (gather(x), None),
+            lambda _, grad: (jax.lax.with_sharding_constraint(grad, NamedSharding(mesh, stored)),),
+        )
+        return gather(weight)
+
+    def gather(name: str, tree: Tree) -> Tree:
+        return jax.tree.map(gather_one, tree, specs[name])
+
+    return gather
+
+
+def _without_fsdp(entry: Any) -> Any:
+    return tuple(axis for axis in _axes(entry) if axis != "fsdp") or None

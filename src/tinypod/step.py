@@ -1,6 +1,9 @@
 """The training state and the step `(state, source) -> (state, sums)`; pure functions, compiled by their callers.
 
-All randomness of a step comes from the seed and the step's number, so that a state says everything about what follows.
+All randomness of a step comes from the seed and the number of its batch, so that a state says everything about what
+follows. A batch's number is the step's, unless batches are left out: `source[SKIPPED]` names them.
+
+A step whose loss or gradients are not finite changes nothing but the step's number, and is counted in `sums`.
 """
 
 from collections.abc import Callable
@@ -14,6 +17,8 @@ from jax import Array
 from tinypod.errors import UserError
 from tinypod.optim import Optimizer, RowGradients, update_rows
 from tinypod.tasks.task import Task, Tree
+
+SKIPPED = "skipped_batches"  # int32 [n, 2]: first number and count, by number; rows of zeros leave nothing out
 
 
 class TrainState(NamedTuple):
@@ -83,13 +88,7 @@ def make_train_step(
         row_grads, carry = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), (row_grads, carry))
         return grads, row_grads, carry, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
-    def train_step(state: TrainState, source: Tree) -> tuple[TrainState, dict[str, Array]]:
-        batch = task.draw(source, jax.random.fold_in(jax.random.key(seed), state.step + 1))  # 0 was for the weights
-        differentiate = gradients if accumulation == 1 else accumulate
-        grads, row_grads, carry, sums = differentiate(state.params, state.carry, batch)
-        # The loss is a sum, and its gradients are divided here, in float32: a mean's would underflow in float16.
-        grads = jax.tree.map(lambda g: g / batch_size, grads)
-
+    def update(state: TrainState, grads: Tree, row_grads: dict[str, RowGradients], carry: Tree) -> TrainState:
         trained = select_trained(task, state.params)
         updates, opt_state = optimizer.chain.update(grads, state.opt_state, trained)
         trained = optax.apply_updates(trained, updates)
@@ -103,10 +102,33 @@ def make_train_step(
             for name in row_grads
         }
         ema = jax.tree.map(lambda e, p: ema_decay * e + (1 - ema_decay) * p, state.ema, trained) if ema_decay else {}
-        sums = sums | {"grad_norm": optax.tree.norm(grads), "updates": jnp.float32(1)}
-        return TrainState(state.step + 1, state.params | trained | tables, opt_state, ema, carry), sums
+        return TrainState(state.step, state.params | trained | tables, opt_state, ema, carry)
+
+    def train_step(state: TrainState, source: Tree) -> tuple[TrainState, dict[str, Array]]:
+        number = batch_number(state.step, source.get(SKIPPED))
+        batch = task.draw(source, jax.random.fold_in(jax.random.key(seed), number + 1))  # 0 was for the weights
+        differentiate = gradients if accumulation == 1 else accumulate
+        grads, row_grads, carry, sums = differentiate(state.params, state.carry, batch)
+        # The loss is a sum, and its gradients are divided here, in float32: a mean's would underflow in float16.
+        grads = jax.tree.map(lambda g: g / batch_size, grads)
+        norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(sums["loss"] + norm + sum(jnp.sum(rows.values) for rows in row_grads.values()))
+
+        updated = update(state, grads, row_grads, carry)
+        # The carry stays too: what made the loss non-finite may be in the new one.
+        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
+        sums = jax.tree.map(lambda x: jnp.where(finite, x, 0), sums | {"grad_norm": norm, "updates": jnp.float32(1)})
+        return kept._replace(step=state.step + 1), sums | {"skipped": 1 - sums["updates"]}
 
     return train_step
+
+
+def batch_number(step: Array, skipped: Array | None) -> Array:
+    """The number of a step's batch: the step's own, and on by as many as are left out before it."""
+    number = step
+    for first, count in () if skipped is None else skipped:
+        number = jnp.where(number >= first, number + count, number)
+    return number
 
 
 def evaluation_params(state: TrainState, weights: str) -> dict[str, Tree]:

@@ -24,6 +24,10 @@ def linear_init(key: Array, shape: tuple[int, ...]) -> Array:
     return truncated_normal(key, shape, 1.0 / math.sqrt(shape[-2]))
 
 
+def _split_last(weight: Array, *sizes: int) -> Array:
+    return weight.reshape(*weight.shape[:-1], *sizes)
+
+
 def linear(x: Array, weight: Array) -> Array:
     return x @ weight.astype(x.dtype)
 
@@ -39,24 +43,24 @@ def swiglu_width(width: int, expansion: float, multiple_of: int) -> int:
 
 
 def swiglu_init(key: Array, num_layers: int, width: int, inner: int) -> dict[str, Array]:
-    """Gate and up projections side by side in one matrix, the gate first."""
+    """Gate and up projections in one array [layers, width, 2, inner], so that `inner` can be split over devices."""
     up, down = jax.random.split(key)
     return {
-        "gate_up": linear_init(up, (num_layers, width, 2 * inner)),
+        "gate_up": _split_last(linear_init(up, (num_layers, width, 2 * inner)), 2, inner),
         "down": linear_init(down, (num_layers, inner, width)),
     }
 
 
-def swiglu(params: dict[str, Array], x: Array) -> Array:
-    gate, up = jnp.split(linear(x, params["gate_up"]), 2, axis=-1)
-    return linear(jax.nn.silu(gate) * up, params["down"])
+def swiglu(params: dict[str, Array], x_BTD: Array) -> Array:
+    gate_up_BT2F = jnp.einsum("btd,dcf->btcf", x_BTD, params["gate_up"].astype(x_BTD.dtype))
+    return linear(jax.nn.silu(gate_up_BT2F[:, :, 0]) * gate_up_BT2F[:, :, 1], params["down"])
 
 
 def token_swiglu(params: dict[str, Array], x_BTD: Array) -> Array:
     """SwiGLU over the positions, the same for every channel; without the transposes that its definition suggests."""
-    gate_up_BFD = jnp.einsum("btd,tf->bfd", x_BTD, params["gate_up"].astype(x_BTD.dtype))
-    gate_BFD, up_BFD = jnp.split(gate_up_BFD, 2, axis=1)
-    return jnp.einsum("bfd,ft->btd", jax.nn.silu(gate_BFD) * up_BFD, params["down"].astype(x_BTD.dtype))
+    gate_up_B2FD = jnp.einsum("btd,tcf->bcfd", x_BTD, params["gate_up"].astype(x_BTD.dtype))
+    inner_BFD = jax.nn.silu(gate_up_B2FD[:, 0]) * gate_up_B2FD[:, 1]
+    return jnp.einsum("bfd,ft->btd", inner_BFD, params["down"].astype(x_BTD.dtype))
 
 
 def rope_tables(num_positions: int, head_dim: int, theta: float) -> tuple[Array, Array]:
@@ -75,20 +79,21 @@ def rotate(x_BTNH: Array, cos_T1H: Array, sin_T1H: Array) -> Array:
     return (x32 * cos_T1H[None] + turned * sin_T1H[None]).astype(x_BTNH.dtype)
 
 
-def attention_init(key: Array, num_layers: int, width: int) -> dict[str, Array]:
+def attention_init(key: Array, num_layers: int, width: int, num_heads: int) -> dict[str, Array]:
+    """Queries, keys and values in one array [layers, width, 3, heads, head]: heads can be split over devices."""
     qkv, out = jax.random.split(key)
+    head = width // num_heads
     return {
-        "qkv": linear_init(qkv, (num_layers, width, 3 * width)),
-        "out": linear_init(out, (num_layers, width, width)),
+        "qkv": _split_last(linear_init(qkv, (num_layers, width, 3 * width)), 3, num_heads, head),
+        "out": linear_init(out, (num_layers, width, width)).reshape(num_layers, num_heads, head, width),
     }
 
 
-def attention(params: dict[str, Array], x_BTD: Array, num_heads: int, rope: tuple[Array, Array] | None) -> Array:
+def attention(params: dict[str, Array], x_BTD: Array, rope: tuple[Array, Array] | None) -> Array:
     """Self-attention of every position to every position."""
-    B, T, D = x_BTD.shape
-    qkv_BTNH = linear(x_BTD, params["qkv"]).reshape(B, T, 3 * num_heads, D // num_heads)
-    q_BTNH, k_BTNH, v_BTNH = jnp.split(qkv_BTNH, 3, axis=2)
+    qkv_BT3NH = jnp.einsum("btd,dcnh->btcnh", x_BTD, params["qkv"].astype(x_BTD.dtype))
+    q_BTNH, k_BTNH, v_BTNH = (qkv_BT3NH[:, :, i] for i in range(3))
     if rope is not None:
         q_BTNH, k_BTNH = rotate(q_BTNH, *rope), rotate(k_BTNH, *rope)
     y_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BTNH, v_BTNH)
-    return linear(y_BTNH.reshape(B, T, D), params["out"])
+    return jnp.einsum("btnh,nhd->btd", y_BTNH, params["out"].astype(x_BTD.dtype))

@@ -1,9 +1,11 @@
 """The TRM authors' PyTorch state dicts, in and out.
 
-Their linear weights are [out, in] and stand layer by layer; ours are [in, out], stacked over the layers. Names may
-carry the prefixes that their training script leaves (`_orig_mod.`, `model.`) or lack `inner.`; we write `inner.` alone.
+Their linear weights are [out, in] and stand layer by layer; ours are [in, out], stacked over the layers, with heads and
+the halves of a SwiGLU as dimensions of their own, in the same order. Their names may carry the prefixes that their
+training script leaves (`_orig_mod.`, `model.`) or lack `inner.`; we write `inner.` alone.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +53,11 @@ def from_state_dict(state_dict: StateDict, like: Params) -> Params:
             continue
         found = [theirs.pop(name) for name in names]
         value = np.stack([x.T for x in found]) if path in _LAYERED else found[0].T if _PLAIN[path][1] else found[0]
-        if value.shape != wanted.shape:
-            wrong.append(f"{'/'.join(path)}: the file has {value.shape}, this config {wanted.shape}")
-        _place(params, path, np.ascontiguousarray(value))
+        flat = _flat_shape(path, wanted.shape)
+        if value.shape != flat:
+            wrong.append(f"{'/'.join(path)}: the file has {value.shape}, this config {flat}")
+            continue
+        _place(params, path, np.ascontiguousarray(value).reshape(wanted.shape))
     wrong += [f"in the file, but not in this config: {name}" for name in sorted(theirs)]
     if wrong:
         raise UserError("these are the weights of another model:\n" + "\n".join(f"  {line}" for line in wrong))
@@ -64,7 +68,7 @@ def to_state_dict(params: Params) -> StateDict:
     """Our parameters under the authors' names and in their orientation."""
     state_dict: StateDict = {}
     for path, leaf in _leaves(params):
-        value = np.asarray(leaf)
+        value = np.asarray(leaf).reshape(_flat_shape(path, leaf.shape))
         names = _their_names(path, value.shape[0])
         pieces = [layer.T for layer in value] if path in _LAYERED else [value.T if _PLAIN[path][1] else value]
         state_dict |= {f"inner.{name}": np.ascontiguousarray(piece) for name, piece in zip(names, pieces, strict=True)}
@@ -115,6 +119,15 @@ def _their_names(path: tuple[str, ...], num_layers: int) -> list[str]:
     if path in _LAYERED:
         return [f"L_level.layers.{i}.{_LAYERED[path]}" for i in range(num_layers)]
     return [_PLAIN[path][0]]
+
+
+def _flat_shape(path: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """[layers, in, out], where ours splits `out` (of gate_up, qkv) or `in` (of the attention's out) into more."""
+    if path not in _LAYERED:
+        return shape
+    if path[-1] == "out":
+        return (shape[0], math.prod(shape[1:-1]), shape[-1])
+    return (shape[0], shape[1], math.prod(shape[2:]))
 
 
 def _leaves(tree: Params, prefix: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:

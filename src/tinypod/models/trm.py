@@ -17,10 +17,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from tinypod.config import Config
 from tinypod.models import layers
+from tinypod.sharding import Gather, Rules
 
 Params = dict[str, Any]
 
@@ -128,7 +130,7 @@ def init(config: TrmConfig, shape: PuzzleShape, key: Array) -> Params:
     if isinstance(config.mixing, MlpMixing):
         mixing = {"token_mlp": layers.swiglu_init(keys["mixing"], config.num_layers, T, inner(T))}
     else:
-        mixing = {"attention": layers.attention_init(keys["mixing"], config.num_layers, D)}
+        mixing = {"attention": layers.attention_init(keys["mixing"], config.num_layers, D, config.mixing.num_heads)}
     params: Params = {
         "embed": embed,
         "layers": mixing | {"mlp": layers.swiglu_init(keys["mlp"], config.num_layers, D, inner(D))},
@@ -140,6 +142,29 @@ def init(config: TrmConfig, shape: PuzzleShape, key: Array) -> Params:
     if isinstance(config.puzzle_embedding, PuzzleTable):
         params["puzzle_table"] = jnp.zeros((shape.num_identifiers, config.puzzle_embedding.width))
     return params
+
+
+def sharding_rules(config: TrmConfig) -> Rules:
+    """`fsdp` splits a width that the data do not decide: positions and vocabulary are odd numbers."""
+    tensor_fsdp = ("tensor", "fsdp")
+    rules = [
+        (r"embed\..*", PartitionSpec(None, "fsdp")),
+        (r"layers\.mlp\.gate_up", PartitionSpec(None, "fsdp", None, "tensor")),
+        (r"layers\.mlp\.down", PartitionSpec(None, "tensor", "fsdp")),
+        (r"head", PartitionSpec("fsdp")),
+        (r"q_head\..*", PartitionSpec()),
+        (r"z_init\..*", PartitionSpec()),
+    ]
+    if isinstance(config.mixing, MlpMixing):
+        rules.append((r"layers\.token_mlp\.gate_up", PartitionSpec(None, None, None, tensor_fsdp)))
+        rules.append((r"layers\.token_mlp\.down", PartitionSpec(None, tensor_fsdp)))
+    else:
+        rules.append((r"layers\.attention\.qkv", PartitionSpec(None, "fsdp", None, "tensor")))
+        rules.append((r"layers\.attention\.out", PartitionSpec(None, "tensor", None, "fsdp")))
+    if isinstance(config.puzzle_embedding, PuzzleTable):
+        # Whole on every device: it has no optimizer state, and a split one would be put together at each look-up.
+        rules.append((r"puzzle_table", PartitionSpec()))
+    return rules
 
 
 def initial_z(config: TrmConfig, params: Params, batch_size: int, num_tokens: int) -> Z:
@@ -164,7 +189,7 @@ def embed(config: TrmConfig, params: Params, tokens_BS: Array, rows_BE: Array | 
     return math.sqrt(config.hidden_size) * x_BTD
 
 
-def make_net(config: TrmConfig, num_positions: int) -> Callable[[Params, Array, Array], Array]:
+def make_net(config: TrmConfig, num_positions: int, gather: Gather | None) -> Callable[[Params, Array, Array], Array]:
     """The network of the recursion: `net(layers, h, injection) -> h`."""
     mixing = config.mixing
     rope = None
@@ -172,8 +197,10 @@ def make_net(config: TrmConfig, num_positions: int) -> Callable[[Params, Array, 
         rope = layers.rope_tables(num_positions, config.hidden_size // mixing.num_heads, mixing.positions.theta)
 
     def block(x_BTD: Array, layer: Params) -> Array:
+        if gather is not None:
+            layer = gather("layers", layer)
         if isinstance(mixing, AttentionMixing):
-            x_BTD = layers.rms_norm(x_BTD + layers.attention(layer["attention"], x_BTD, mixing.num_heads, rope))
+            x_BTD = layers.rms_norm(x_BTD + layers.attention(layer["attention"], x_BTD, rope))
         else:
             x_BTD = layers.rms_norm(x_BTD + layers.token_swiglu(layer["token_mlp"], x_BTD), axis=1)
         return layers.rms_norm(x_BTD + layers.swiglu(layer["mlp"], x_BTD))
@@ -189,10 +216,17 @@ def make_net(config: TrmConfig, num_positions: int) -> Callable[[Params, Array, 
     return jax.checkpoint(net) if config.remat else net
 
 
-def apply(config: TrmConfig, params: Params, z: Z, tokens_BS: Array, rows_BE: Array | None) -> tuple[Z, Array, Array]:
-    """One supervision step: the new z (detached), logits [B, S, V], and float32 halting logits [B, 2]."""
+def apply(
+    config: TrmConfig, params: Params, z: Z, tokens_BS: Array, rows_BE: Array | None, gather: Gather | None = None
+) -> tuple[Z, Array, Array]:
+    """One supervision step: the new z (detached), logits [B, S, V], and float32 halting logits [B, 2].
+
+    With `gather`, weights that lie split over devices are made whole where they are used.
+    """
+    if gather is not None:
+        params = params | {name: gather(name, params[name]) for name in ("embed", "head")}
     x_BTD = embed(config, params, tokens_BS, rows_BE)
-    net = make_net(config, x_BTD.shape[1])
+    net = make_net(config, x_BTD.shape[1], gather)
 
     def cycle(stacked: Params, x: Array, z: Z) -> Z:
         z_L = _repeat(lambda z_L: net(stacked, z_L, z.H + x), z.L, config.L_cycles, config.unroll)

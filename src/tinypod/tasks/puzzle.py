@@ -16,6 +16,7 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 from tinypod.config import Config
 from tinypod.data.views import IGNORED_LABEL, Source, draw_examples
 from tinypod.models import trm
+from tinypod.sharding import Gather
 from tinypod.tasks.task import Task
 
 TABLE = "puzzle_table"
@@ -50,6 +51,7 @@ def build_task(
     shape: trm.PuzzleShape,
     batch_size: int,
     source: Source,
+    gather: Gather | None = None,
 ) -> Task:
     has_table = isinstance(model.puzzle_embedding, trm.PuzzleTable)
     halting = config.halting
@@ -72,7 +74,7 @@ def build_task(
     def loss(
         params: trm.Params, rows: dict[str, Array], carry: dict[str, Any], batch: dict[str, Any]
     ) -> tuple[Array, tuple[dict[str, Any], dict[str, Array]]]:
-        z, logits, q = trm.apply(model, params, carry["z"], carry["example"]["inputs"], rows.get(TABLE))
+        z, logits, q = trm.apply(model, params, carry["z"], carry["example"]["inputs"], rows.get(TABLE), gather)
         scores = score(logits, q[:, 0], carry["example"]["labels"])
         lm_loss = _cell_losses(config, logits, carry["example"]["labels"])
         q_loss = _binary_cross_entropy(q[:, 0], scores["exact_accuracy"])
