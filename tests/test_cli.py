@@ -8,7 +8,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fixtures import CONFIGS, TINY, tiny_config, write_4x4
-from tinypod import cli, train
+from tinypod import cli, run, train
 from tinypod.data import puzzles, sudoku
 from tinypod.errors import UserError
 
@@ -19,7 +19,7 @@ runner = CliRunner()
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cli")
     data = write_4x4(folder / "data", num_sources=2)
-    train.train(tiny_config(data), folder / "run", Console(quiet=True))
+    train.train(tiny_config(data), run.Run(folder / "run"), Console(quiet=True))
     return folder / "run"
 
 

@@ -1,15 +1,20 @@
 """The commands: parse, dispatch, print. What they do stands in the modules they call."""
 
+import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from tinypod.errors import UserError
+
+if TYPE_CHECKING:
+    from tinypod.distributed import Cluster
+    from tinypod.run import Run
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -20,8 +25,10 @@ app = typer.Typer(
 )
 data_app = typer.Typer(no_args_is_help=True, help="Build, generate and import datasets.")
 weights_app = typer.Typer(no_args_is_help=True, help="PyTorch weights in and out.")
+runs_app = typer.Typer(no_args_is_help=True, help="Look at runs.")
 app.add_typer(data_app, name="data")
 app.add_typer(weights_app, name="weights")
+app.add_typer(runs_app, name="runs")
 
 console = Console()
 errors = Console(stderr=True)
@@ -33,10 +40,21 @@ Overrides = Annotated[
         help="Config keys to change, like `steps=1000` or `model.mixing.kind=attention`.",
     ),
 ]
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its gs:// URL.")]
 WeightsOption = Annotated[
     Literal["ema", "live"] | None, typer.Option("--weights", help="Which weights; default: the config's eval.weights.")
 ]
+Processes = Annotated[
+    int | None,
+    typer.Option(min=1, help="Rehearse a pod: so many processes on this machine's CPU, by the same code as on a pod."),
+]
+DevicesPerProcess = Annotated[int, typer.Option(min=1, help="With --processes: CPU devices in each.")]
+Coordinator = Annotated[
+    str | None,
+    typer.Option(help="HOST:PORT of process 0, where JAX does not detect the cluster [env: TINYPOD_COORDINATOR]."),
+]
+NumProcesses = Annotated[int | None, typer.Option(help="Processes in all [env: TINYPOD_NUM_PROCESSES].")]
+ProcessId = Annotated[int | None, typer.Option(help="This one's number, from 0 [env: TINYPOD_PROCESS_ID].")]
 CheckpointOption = Annotated[str, typer.Option("--checkpoint", help="Which one: `best`, `latest` or a step.")]
 
 
@@ -50,12 +68,30 @@ def main() -> None:
         if error.filename is None and error.strerror is None:
             raise
         _fail(f"{error.filename or 'a file'}: {error.strerror}")
+    except Exception:
+        if not _in_cluster():
+            raise
+        errors.print_exception()
+        _end(1)
 
 
 def _fail(message: str, exit_code: int = UserError.exit_code) -> None:
     errors.print("[bold red]error:[/] ", end="")
     errors.print(message, markup=False, highlight=False, soft_wrap=True)
+    _end(exit_code)
+
+
+def _end(exit_code: int) -> None:
+    if _in_cluster():
+        from tinypod import distributed
+
+        distributed.end_now(exit_code)  # without waiting for processes that cannot come
     sys.exit(exit_code)
+
+
+def _in_cluster() -> bool:
+    module = sys.modules.get("tinypod.distributed")
+    return module is not None and module.is_started()
 
 
 @app.callback(invoke_without_command=True)
@@ -69,46 +105,143 @@ def root(
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(help="A YAML config, or a run folder to go on with.")],
+    config: Annotated[str, typer.Argument(help="A YAML config, or a run (folder or gs:// URL) to go on with.")],
     overrides: Overrides = None,
     run: Annotated[
-        Path | None, typer.Option("--run", help="The run folder; default: runs/ and the config's name.")
+        str | None,
+        typer.Option("--run", help="The run folder, local or gs://; default: runs/ and the config's name."),
     ] = None,
     from_step: Annotated[
         int | None,
         typer.Option("--from-step", help="Go on from this checkpoint, once; newer ones are set aside, not deleted."),
     ] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="Trace these steps on every process, for XProf or TensorBoard, e.g. `20:24`.")
+    ] = None,
+    supervise: Annotated[
+        bool, typer.Option("--supervise", help="Start again after a crash, until the same step has failed three times.")
+    ] = False,
+    processes: Processes = None,
+    devices_per_process: DevicesPerProcess = 1,
+    coordinator: Coordinator = None,
+    num_processes: NumProcesses = None,
+    process_id: ProcessId = None,
 ) -> None:
     """Train, or go on where the run folder left off.
 
     Starting the same command again continues from the latest checkpoint. Ctrl-C (exit code 130) and SIGTERM (143)
-    save one first.
+    save one first. On a TPU pod, under Slurm and on GKE start this command on every host: the processes find each
+    other. Elsewhere give each one `--coordinator`, `--num-processes` and `--process-id`. To rehearse a pod on this
+    machine: `--processes 4 --devices-per-process 2`.
 
     Example: `tinypod train configs/demo.yaml steps=500 --run runs/short`
     """
-    from tinypod import config as configs
-    from tinypod import run as runs
+    from tinypod import profiling
     from tinypod import train as training
-    from tinypod.experiment import ExperimentConfig
 
-    of_a_run = config.name == runs.CONFIG and (config.parent / runs.CHECKPOINTS).is_dir()
-    folder = config if config.is_dir() else config.parent if of_a_run else None
-    run_dir = run or folder or Path("runs") / config.stem
-    path = config / runs.CONFIG if config.is_dir() else config
-    outcome = training.train(configs.load(path, overrides or [], ExperimentConfig), run_dir, console, from_step)
-    _print_summary(run_dir, outcome)
-    if not outcome.trained and outcome.stopped_by is None:
-        console.print(f"nothing left to do at step {outcome.step}; to train further, raise steps=", highlight=False)
+    loaded, target = _load(config, overrides), _target(config, run)
+    steps = profiling.parse_range(profile) if profile is not None else None
+    if processes is not None or supervise:
+        arguments = ["train", config, *(overrides or []), "--run", str(target), *_option("--profile", profile)]
+        _run_apart(arguments, _option("--from-step", from_step), target, processes, devices_per_process, supervise)
+    cluster = _join_cluster(loaded, coordinator, num_processes, process_id)
+    outcome = training.train(loaded, target, console, cluster=cluster, from_step=from_step, profile=steps)
+    if cluster.is_primary:
+        _print_outcome(target, outcome)
+    cluster.shutdown(loaded.health.save_timeout_s)
     if outcome.stopped_by is not None:
-        console.print(f"stopped by {outcome.stopped_by.name}; start the same command again to go on", highlight=False)
         raise typer.Exit(128 + int(outcome.stopped_by))
 
 
-def _print_summary(run_dir: Path, outcome: Any) -> None:
+def _load(config: str, overrides: list[str] | None) -> Any:
+    """The config of a file, or of a run."""
+    from tinypod import config as configs
+    from tinypod import run as runs
+    from tinypod import storage
+    from tinypod.experiment import ExperimentConfig
+
+    path = Path(config)
+    if storage.is_remote(config):
+        stored = runs.open_run(config)
+        stored.pull()
+        path = stored.folder
+    return configs.load(path / runs.CONFIG if path.is_dir() else path, overrides or [], ExperimentConfig)
+
+
+def _target(config: str, run: str | None) -> "Run":
+    """The run to train: the one named, the one that the config is of, or one named like the config."""
+    from tinypod import run as runs
+    from tinypod import storage
+
+    path = Path(config)
+    if run is not None or storage.is_remote(config):
+        return runs.open_run(run or config)
+    of_a_run = path.name == runs.CONFIG and (path.parent / runs.CHECKPOINTS).is_dir()
+    return runs.open_run(path if path.is_dir() else path.parent if of_a_run else Path("runs") / path.stem)
+
+
+def _option(name: str, value: object) -> list[str]:
+    return [] if value is None else [name, str(value)]
+
+
+def _run_apart(
+    arguments: list[str],
+    at_first: list[str],
+    run: "Run",
+    processes: int | None,
+    devices_per_process: int,
+    supervise: bool,
+) -> NoReturn:
+    """The same command in processes of its own; `at_first` only the first time."""
+    from tinypod import health, launch
+    from tinypod.metrics import MetricsLog
+    from tinypod.train import SUPERVISED
+
+    def run_once() -> int:
+        argv = [sys.executable, "-m", "tinypod", *arguments, *at_first]
+        at_first.clear()
+        logs = run.folder / "logs"
+        if processes is None:
+            return launch.run_child(argv, logs, output=console)
+        return launch.launch(argv, processes, devices_per_process, logs, output=console)
+
+    def progress() -> int | None:
+        steps = [beat.step for beat in health.read_heartbeats(run.folder / health.FOLDER)]
+        return max([*steps, *(int(row["step"]) for row in MetricsLog(run.folder).read()[-1:])], default=None)
+
+    if supervise:
+        os.environ[SUPERVISED] = "1"
+    code = launch.supervise(run_once, progress, console=console) if supervise else run_once()
+    raise typer.Exit(code)
+
+
+def _join_cluster(config: Any, coordinator: str | None, num_processes: int | None, process_id: int | None) -> "Cluster":
+    from tinypod import distributed
+
+    health = config.health
+    settings = distributed.settings_from(coordinator, num_processes, process_id, os.environ)
+    # JAX's own heartbeat ends processes without a word; ours should speak first.
+    longest_s = max(health.step_timeout_s, health.save_timeout_s, health.restore_timeout_s)
+    return distributed.start(settings, health.start_timeout_s, longest_s + 60)
+
+
+def _print_outcome(run: "Run", outcome: Any) -> None:
+    from tinypod import goodput
+
+    _print_summary(run, outcome)
+    if outcome.trained:
+        console.print(goodput.render(goodput.summarise(run.folder)))
+    elif outcome.stopped_by is None:
+        console.print(f"nothing left to do at step {outcome.step}; to train further, raise steps=", highlight=False)
+    if outcome.stopped_by is not None:
+        console.print(f"stopped by {outcome.stopped_by.name}; start the same command again to go on", highlight=False)
+
+
+def _print_summary(run: "Run", outcome: Any) -> None:
     from tinypod import report
 
-    facts = report.summary(run_dir)
-    table = Table(title=f"{run_dir}", show_header=False, title_justify="left")
+    facts = report.summary(run.folder)
+    table = Table(title=f"{run}", show_header=False, title_justify="left")
     table.add_row("steps done", f"{outcome.step:,}")
     if facts["eval"]:
         table.add_row("held-out exact", f"{facts['eval']['eval/exact_accuracy']:.2%}")
@@ -118,7 +251,7 @@ def _print_summary(run_dir: Path, outcome: Any) -> None:
     for name, label in (("final_loss", "last loss"), ("examples_per_s", "examples/s")):
         if facts.get(name) is not None:
             table.add_row(label, f"{facts[name]:,.4g}")
-    table.add_row("curves", str(run_dir / "curves.png"))
+    table.add_row("curves", str(run.folder / "curves.png"))
     console.print(table)
 
 
@@ -146,7 +279,7 @@ def evaluate(
     from tinypod.progress import counting
     from tinypod.step import evaluation_params
 
-    experiment, state = runs.load_state(run, overrides or [], checkpoint)
+    experiment, state = runs.load_state(runs.open_run(run), overrides or [], checkpoint)
     config = experiment.config
     weights = weights or config.eval.weights
     rows = experiment.read_split(split or config.data.eval_split)
@@ -197,7 +330,7 @@ def solve(
     from tinypod import run as runs
     from tinypod.step import evaluation_params
 
-    experiment, state = runs.load_state(run, [], checkpoint)
+    experiment, state = runs.load_state(runs.open_run(run), [], checkpoint)
     weights = weights or experiment.config.eval.weights
     refinements = solve.refinements(experiment, evaluation_params(state, weights), puzzle, number, halt_steps)
     for refinement in refinements:
@@ -279,7 +412,7 @@ def weights_export(
     from tinypod.models import torch_weights
     from tinypod.step import evaluation_params
 
-    experiment, state = runs.load_state(run, [], checkpoint)
+    experiment, state = runs.load_state(runs.open_run(run), [], checkpoint)
     weights = weights or experiment.config.eval.weights
     torch_weights.write_state_dict(out, torch_weights.to_state_dict(evaluation_params(state, weights)))
     console.print(f"wrote {out}: step {int(state.step)}, {weights} weights", highlight=False)
@@ -289,7 +422,7 @@ def weights_export(
 def weights_import(
     weights_file: Annotated[Path, typer.Argument(metavar="WEIGHTS", help="The authors' state dict, a PyTorch file.")],
     config: Annotated[Path, typer.Argument(help="The config of that model.")],
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder to make.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run folder to make, local or gs://.")],
     overrides: Overrides = None,
 ) -> None:
     """Make a run folder from the TRM authors' PyTorch weights, to evaluate, solve with, or train further."""
@@ -299,5 +432,97 @@ def weights_import(
     from tinypod.models import torch_weights
 
     resolved = configs.load(config, overrides or [], ExperimentConfig)
-    runs.create_from_params(run, resolved, torch_weights.read_state_dict(weights_file))
+    runs.create_from_params(runs.open_run(run), resolved, torch_weights.read_state_dict(weights_file))
     console.print(f"{run}: a run at step 0 with the weights of {weights_file}", highlight=False)
+
+
+@runs_app.command("status")
+def runs_status(
+    run: RunFolder,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Who is doing what in a run: processes, lag, stragglers, and where the time went."""
+    import json
+    import time
+
+    from tinypod import run as runs
+    from tinypod import status
+
+    looked_at = runs.open_run(run)
+    looked_at.pull()
+    if as_json:
+        print(json.dumps(status.as_json(looked_at.folder, time.time())))
+    else:
+        console.print(status.render_status(looked_at.folder, time.time()))
+
+
+@app.command()
+def check(
+    config: Annotated[str, typer.Argument(help="A YAML config, or a run (folder or gs:// URL).")],
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=2, help="Steps to learn one batch in, and steps to time.")] = 20,
+    scratch: Annotated[
+        str | None,
+        typer.Option(help="Where to try a checkpoint: a folder that all hosts share, or gs://; default: temporary."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of JSON objects.")] = False,
+    processes: Processes = None,
+    devices_per_process: DevicesPerProcess = 1,
+    coordinator: Coordinator = None,
+    num_processes: NumProcesses = None,
+    process_id: ProcessId = None,
+) -> None:
+    """Pre-flight: try a config for a minute on the devices that are there, and say what would go wrong.
+
+    Data and its hashes, rows of every process, equal replicas, one device against all, a checkpoint there and back, a
+    loss that falls, no recompiling; speed and memory. Exit code 1 if a check fails. Nothing is left behind, except the
+    logs of a rehearsal that failed. Start it like `train`: on every host of a pod, or with `--processes 4
+    --devices-per-process 2` to rehearse one.
+
+    Example: `tinypod check configs/demo.yaml --processes 2 --devices-per-process 2`
+    """
+    import json
+
+    from tinypod import check as preflight
+    from tinypod.distributed import Cluster
+
+    try:
+        loaded = _load(config, overrides)
+    except UserError as error:  # it is the first row of the table
+        loaded = error
+    failed_to_load = isinstance(loaded, UserError)
+    if processes is not None and not failed_to_load:
+        arguments = ["check", config, *(overrides or []), "--steps", str(steps), *(["--json"] if as_json else [])]
+        _check_apart(arguments, scratch, processes, devices_per_process, as_json)
+    cluster = Cluster() if failed_to_load else _join_cluster(loaded, coordinator, num_processes, process_id)
+    shown = Console(quiet=True) if as_json else console
+    results = preflight.run_checks(loaded, shown, title=config, cluster=cluster, steps=steps, scratch=scratch)
+    if as_json and cluster.is_primary:
+        print(json.dumps([result.as_json() for result in results], ensure_ascii=False))
+    if not failed_to_load:
+        cluster.shutdown(loaded.health.save_timeout_s)
+    if any(result.status == "FAIL" for result in results):
+        raise typer.Exit(1)
+
+
+def _check_apart(
+    arguments: list[str], scratch: str | None, processes: int, devices_per_process: int, as_json: bool
+) -> NoReturn:
+    """The same check as a local cluster. The logs of one that failed stay: what is printed says where they are."""
+    import shutil
+    import tempfile
+
+    from tinypod import launch
+
+    folder = Path(tempfile.mkdtemp(prefix="tinypod-check-"))
+    logs, code = folder / "logs", 1
+    os.environ.setdefault("COLUMNS", str(console.width - len("[0] ")))  # for their tables: they have no terminal
+    try:
+        argv = [sys.executable, "-m", "tinypod", *arguments, "--scratch", scratch or str(folder / "scratch")]
+        code = launch.launch(argv, processes, devices_per_process, logs, output=errors if as_json else console)
+        if as_json:
+            lines = (logs / "process_0.log").read_text(errors="replace").splitlines()
+            print(next((line for line in lines if line.startswith('[{"check"')), "[]"))
+    finally:
+        shutil.rmtree(folder / "scratch" if code else folder, ignore_errors=True)
+    raise typer.Exit(code)

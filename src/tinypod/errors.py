@@ -35,6 +35,10 @@ class CheckpointError(UserError):
     """A checkpoint that cannot be restored: another model, another state, or damaged."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint whose files are not what was written."""
+
+
 class StorageError(UserError):
     """A disk or an object store that does not take or give what it should."""
 

@@ -3,7 +3,7 @@
 `train`, `eval` and `solve`, and the tests, all use this one `build`: what is checked is what runs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,11 +13,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from rich.console import Console
 
-from tinypod import sharding, step
+from tinypod import sharding, step, storage
 from tinypod.config import Config
 from tinypod.data import puzzles, views
 from tinypod.errors import ConfigError
+from tinypod.health import HealthConfig
 from tinypod.metrics import WandbSettings
 from tinypod.models import trm
 from tinypod.optim import Optimizer, OptimizerConfig, build_optimizer
@@ -26,7 +28,7 @@ from tinypod.tasks.task import Task
 
 
 class DataConfig(Config):
-    path: str  # a dataset folder that `tinypod data` made
+    path: str  # a dataset folder that `tinypod data` made; gs://… is fetched once into the user's cache folder
     train_split: str = "train"
     eval_split: str = "test"
     augmentations: NonNegativeInt | Literal["endless"] = "endless"  # fixed views of a puzzle besides itself
@@ -74,6 +76,7 @@ class ExperimentConfig(Config):
     batch_size: PositiveInt
     accumulation: PositiveInt = 1  # parts that a batch is computed in, one after the other
     mesh: sharding.MeshConfig = sharding.MeshConfig()
+    compile_cache: str | None = "auto"  # a folder or gs:// URL; auto: in the user's cache folder; null: none
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = 0.999
     data: DataConfig
     model: trm.TrmConfig
@@ -83,6 +86,7 @@ class ExperimentConfig(Config):
     checkpoint: CheckpointConfig = CheckpointConfig()
     nonfinite: NonFiniteConfig = NonFiniteConfig()
     log: LogConfig = LogConfig()
+    health: HealthConfig = HealthConfig()
 
     @model_validator(mode="after")
     def _fits_together(self) -> "ExperimentConfig":
@@ -102,6 +106,7 @@ class Experiment:
     """A config made runnable. `init` and `train_step` are compiled with explicit shardings, once."""
 
     config: ExperimentConfig
+    dataset: Path  # where its files are on this host
     info: puzzles.DatasetInfo
     shape: trm.PuzzleShape
     mesh: Mesh
@@ -127,19 +132,20 @@ class Experiment:
         sharding.check_divides(self.mesh, rows, "batch_size / accumulation")
 
     def read_split(self, name: str) -> puzzles.Split:
-        return puzzles.read_split(Path(self.config.data.path), self.info, name)
+        return puzzles.read_split(self.dataset, self.info, name)
 
     def put_source(self, split: puzzles.Split, skipped: list[tuple[int, int]] | None = None) -> dict[str, jax.Array]:
         """The training puzzles on every device, and which batches to leave out (first number and count)."""
-        ranges = np.zeros((self.config.nonfinite.max_rollbacks, 2), np.int32)  # one shape, whatever there is to skip
-        for i, pair in enumerate(sorted(skipped or [])):
-            ranges[i] = pair
+        pairs = sorted(skipped or [])
+        ranges = np.zeros((max(self.config.nonfinite.max_rollbacks, len(pairs)), 2), np.int32)  # one shape for all
+        ranges[: len(pairs)] = np.asarray(pairs, np.int32).reshape(-1, 2)
         return sharding.put(views.device_arrays(split) | {step.SKIPPED: ranges}, sharding.replicated(self.mesh))
 
 
-def build(config: ExperimentConfig, devices: list[Any] | None = None) -> Experiment:
+def build(config: ExperimentConfig, devices: Sequence[Any] | None = None, console: Console | None = None) -> Experiment:
     """Reads the dataset's description, not its arrays."""
-    info = puzzles.read_info(Path(config.data.path))
+    dataset = storage.local_dataset(config.data.path, console)
+    info = puzzles.read_info(dataset)
     shape = trm.PuzzleShape(info.seq_len, info.vocab_size, info.num_identifiers)
     mesh = sharding.make_mesh(config.mesh, devices)
     params = jax.eval_shape(lambda: trm.init(config.model, shape, jax.random.key(0)))
@@ -163,6 +169,7 @@ def build(config: ExperimentConfig, devices: list[Any] | None = None) -> Experim
     )
     return Experiment(
         config=config,
+        dataset=dataset,
         info=info,
         shape=shape,
         mesh=mesh,

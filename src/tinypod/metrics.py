@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tinypod.config import Config
-from tinypod.errors import UserError
+from tinypod.errors import StorageError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,13 @@ _EVENT_FILE_SUFFIX = ".tinypod"  # tells our event files from others, such as th
 _WANDB_FINISH_TIMEOUT_S = 300.0  # W&B's default waits for ever; what is not uploaded then goes up on resume
 
 
+def make_row(step: int, values: Mapping[str, float]) -> Row:
+    assert not {"step", "time"} & values.keys(), "step and time are the row's own columns"
+    row: Row = {"step": int(step), "time": time.time()}
+    row.update((name, float(value)) for name, value in values.items())
+    return row
+
+
 class MetricsLog:
     """Owns `run_dir/metrics.jsonl`."""
 
@@ -47,10 +54,13 @@ class MetricsLog:
         self._file: io.FileIO | None = None
 
     def write(self, step: int, values: Mapping[str, float]) -> Row:
-        """Appends a row and returns it. One system call: a kill leaves at most one cut last line."""
-        assert not {"step", "time"} & values.keys(), "step and time are the row's own columns"
-        row: Row = {"step": int(step), "time": time.time()}
-        row.update((name, float(value)) for name, value in values.items())
+        """Appends a row and returns it."""
+        row = make_row(step, values)
+        self.append(row)
+        return row
+
+    def append(self, row: Row) -> None:
+        """One system call: a kill leaves at most one cut last line."""
         strict = {name: value if math.isfinite(value) else str(value) for name, value in row.items()}
         data = json.dumps(strict, allow_nan=False).encode() + b"\n"
         if self._file is None:
@@ -60,7 +70,6 @@ class MetricsLog:
         if self._file.write(data) != len(data):
             self.close()  # the next write removes the part that fitted
             raise OSError(f"{self.path}: no space left for a row of metrics")
-        return row
 
     def read(self) -> list[Row]:
         """Every row in the order written, without a cut last line; no file reads as no rows."""
@@ -200,13 +209,36 @@ Mirror = TensorBoardMirror | WandbMirror
 
 
 class Metrics:
-    """The log and its mirrors, by name. A mirror that fails is reported and dropped; the log goes on."""
+    """The log and its mirrors, by name. A mirror that fails is reported and dropped; the log goes on.
+
+    Rows that a full disk refuses are kept in memory and written when there is room again.
+    """
 
     def __init__(self, log: MetricsLog, mirrors: dict[str, Mirror]) -> None:
         self.log, self.mirrors = log, mirrors
+        self._waiting: list[Row] = []
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        row = self.log.write(step, values)
+        full = bool(self._waiting)
+        self._waiting.append(make_row(step, values))
+        try:
+            self.flush()
+        except StorageError as error:
+            if not full:
+                logger.warning("%s. Training goes on, and the rows are kept until there is room.", error)
+
+    def flush(self) -> None:
+        """Write what waits, or say why not."""
+        while self._waiting:
+            row = self._waiting[0]
+            try:
+                self.log.append(row)
+            except OSError as error:
+                raise StorageError(f"{self.log.path}: {error.strerror or error}") from error
+            self._waiting.pop(0)
+            self._copy(row)
+
+    def _copy(self, row: Row) -> None:
         for name, mirror in list(self.mirrors.items()):
             try:
                 mirror.write(row)
@@ -217,6 +249,12 @@ class Metrics:
                     mirror.close(failed=True)
 
     def close(self, *, failed: bool = False) -> None:
+        try:
+            self.flush()
+        except StorageError as error:
+            logger.warning(
+                "%s. %d rows of metrics are lost; the next start writes them again", error, len(self._waiting)
+            )
         self.log.close()
         while self.mirrors:
             name, mirror = self.mirrors.popitem()

@@ -136,7 +136,7 @@ def init(config: TrmConfig, shape: PuzzleShape, key: Array) -> Params:
         "layers": mixing | {"mlp": layers.swiglu_init(keys["mlp"], config.num_layers, D, inner(D))},
         "head": layers.linear_init(keys["head"], (D, shape.vocab_size)),
         # Zero weights and a bias of -5: a fresh model does not think that it has finished.
-        "q_head": {"weight": jnp.zeros((D, 2)), "bias": jnp.full((2,), -5.0)},
+        "q_head": {"weight": jnp.zeros((D, 2)), "bias": jnp.full((2,), -5.0, jnp.float32)},
         "z_init": {name: layers.truncated_normal(keys[name], (D,), 1.0) for name in ("H", "L")},
     }
     if isinstance(config.puzzle_embedding, PuzzleTable):

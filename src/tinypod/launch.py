@@ -1,0 +1,372 @@
+"""The parent's side: a local cluster of real processes, and a supervisor that starts a run again.
+
+Nothing here imports JAX: the parent only starts, reads, signals and waits. Children get sessions of their own, so that
+Ctrl-C in a terminal reaches the parent alone, which passes it on as SIGTERM, once. They end together: what is left of a
+cluster that lost a process can only wait.
+"""
+
+import math
+import os
+import random
+import re
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import BinaryIO
+
+from rich.console import Console
+from rich.text import Text
+
+FINISHED = (0, 130, 143)  # a process that ends so took nothing away from the others
+FINAL = (0, 2, 77, 79, 130)  # starting again cannot help, or is not wanted; see `errors`
+OURS = (2, 75, 76, 77, 78, 79)
+COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+NOISE = re.compile(rb"\[Gloo\] Rank \d+ is connected to ")  # a line for every device, from C++; the log files keep it
+
+# Linux kills a child with its parent if asked to by the child; what it runs then inherits that. The request is made in
+# an interpreter of its own (15 ms), because code between fork and exec is not safe in a parent with threads. Elsewhere
+# orphans end when they next print, and with their process 0.
+WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    os._exit(137)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+@dataclass(eq=False)
+class Child:
+    """A process, its log file, and the piece of a line that it has not finished yet."""
+
+    index: int
+    process: subprocess.Popen[bytes]
+    log: BinaryIO
+    prefix: str
+    rest: bytes = b""
+    ended_by_us: bool = False
+
+    @property
+    def pipe(self) -> int:
+        assert self.process.stdout is not None
+        return self.process.stdout.fileno()
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def kill(self) -> None:
+        """With whatever it has started."""
+        if self.alive:
+            self.ended_by_us = True
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def has_failed(self, stopping: bool) -> bool:
+        """Ended, neither well nor because we asked; before its start-up is over, SIGTERM simply kills it."""
+        code = self.process.poll()
+        asked = self.ended_by_us or (stopping and code == -signal.SIGTERM)
+        return code is not None and code not in FINISHED and not asked
+
+    @property
+    def exit_code(self) -> int:
+        code = self.process.wait()
+        return code if code >= 0 else 128 - code
+
+    @property
+    def end(self) -> str:
+        code = self.process.wait()
+        return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+
+
+@dataclass
+class Interrupts:
+    """The signals that came to this process and ask it to end."""
+
+    came: list[signal.Signals] = field(default_factory=list)
+    raises: bool = False
+
+    def note(self, number: int, _: object) -> None:
+        self.came.append(signal.Signals(number))
+        if self.raises:
+            self.raises = False
+            raise _Interrupted
+
+
+class _Interrupted(Exception):
+    pass
+
+
+_listening: Interrupts | None = None
+
+
+@contextmanager
+def interrupts() -> Iterator[Interrupts]:
+    """Note SIGINT and SIGTERM. Inside another one it is the same one: a supervisor hears what its launch heard."""
+    global _listening
+    if _listening is not None:
+        yield _listening
+        return
+    _listening = noted = Interrupts()
+    previous = {number: signal.signal(number, noted.note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield noted
+    finally:
+        _listening = None
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def launch(
+    argv: list[str],
+    processes: int,
+    devices_per_process: int,
+    log_folder: Path,
+    *,
+    output: Console,
+    grace_s: float = 5.0,
+) -> int:
+    """Run `argv` as a local cluster on CPU devices, and return one exit code for all.
+
+    It is that of the process that failed first, 128 and the signal for one that was killed. A process that only
+    suffered from another's end (an abort by JAX, an uncaught error) gives way to one that says what happened.
+    `grace_s` is how long the others may take to say so.
+    """
+    address = f"127.0.0.1:{free_port()}"
+    environments = [
+        cluster_environment(os.environ, address, processes, index, devices_per_process) for index in range(processes)
+    ]
+    return _run_together(argv, environments, log_folder, output, grace_s, prefixed=True)
+
+
+def run_child(argv: list[str], log_folder: Path, *, output: Console) -> int:
+    """Run one process by the same rules, on whatever devices there are."""
+    return _run_together(argv, [dict(os.environ)], log_folder, output, 0.0, prefixed=False)
+
+
+def cluster_environment(
+    environ: Mapping[str, str], address: str, processes: int, index: int, devices: int
+) -> dict[str, str]:
+    """What tells a child which process it is, and gives it its share of CPU devices."""
+    flags = environ.get("XLA_FLAGS", "").split()
+    flags = [flag for flag in flags if not flag.startswith("--xla_force_host_platform_device_count")]
+    return {
+        **environ,
+        "TINYPOD_COORDINATOR": address,
+        "TINYPOD_NUM_PROCESSES": str(processes),
+        "TINYPOD_PROCESS_ID": str(index),
+        "JAX_COORDINATOR_BIND_ADDRESS": address,  # a rehearsal is nobody else's business: not on the network
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "XLA_FLAGS": " ".join(flags),
+    }
+
+
+def free_port() -> int:
+    """One that the kernel does not hand out to outgoing connections, which come between here and its use."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def _run_together(
+    argv: list[str],
+    environments: list[dict[str, str]],
+    log_folder: Path,
+    output: Console,
+    grace_s: float,
+    *,
+    prefixed: bool,
+) -> int:
+    log_folder.mkdir(parents=True, exist_ok=True)
+    with interrupts() as signals, ExitStack() as stack:
+        before = len(signals.came)
+        children = []
+        for index, environment in enumerate(environments):
+            log = stack.enter_context(open(log_folder / f"process_{index}.log", "ab", buffering=0))
+            process = stack.enter_context(_start(argv, environment))
+            children.append(Child(index, process, log, f"[{index}] " if prefixed else ""))
+            stack.callback(children[-1].kill)
+            _write_log(children[-1], f"--- {datetime.now():%Y-%m-%d %H:%M:%S}, pid {process.pid}\n".encode())
+        failures = _watch(children, lambda: signals.came[before:], output, grace_s)
+        stopped_by = signals.came[before:]
+    if failures:
+        _report(failures, children, output)
+        return _most_telling(failures).exit_code
+    return 128 + stopped_by[0] if stopped_by else max(child.exit_code for child in children)
+
+
+def _start(argv: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    if sys.platform == "linux":
+        argv = [sys.executable, "-S", "-c", WITH_PARENT, str(os.getpid()), *argv]
+    return subprocess.Popen(
+        argv,
+        env={**environment, "PYTHONUNBUFFERED": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def _watch(
+    children: list[Child], came: Callable[[], list[signal.Signals]], output: Console, grace_s: float
+) -> list[Child]:
+    """Show and log what they print until all have ended; returns those that failed, in that order."""
+    failures: list[Child] = []
+    deadline, passed_on = math.inf, 0
+    with selectors.DefaultSelector() as selector:
+        for child in children:
+            os.set_blocking(child.pipe, False)
+            selector.register(child.pipe, selectors.EVENT_READ, child)
+        while any(child.alive for child in children):
+            for key, _ in selector.select(0.1):
+                if not _copy(key.data, output):
+                    selector.unregister(key.fileobj)
+            if len(came()) > passed_on:
+                passed_on = len(came())
+                _pass_on(children, passed_on, output)
+            _add_failures(failures, children, bool(passed_on))
+            if failures:
+                deadline = min(deadline, time.monotonic() + grace_s)
+            if time.monotonic() > deadline:
+                _kill_all(children)
+    for child in children:
+        while _copy(child, output):
+            pass
+        if child.rest:
+            _show(child, child.rest, output)
+            _write_log(child, b"\n")
+    _add_failures(failures, children, bool(passed_on))
+    return failures
+
+
+def _add_failures(failures: list[Child], children: list[Child], stopping: bool) -> None:
+    failures += [child for child in children if child not in failures and child.has_failed(stopping)]
+
+
+def _pass_on(children: list[Child], times: int, output: Console) -> None:
+    if times > 1:
+        output.print("ending at once, without saving", highlight=False)
+        _kill_all(children)
+        return
+    output.print("stopping: waiting for a last checkpoint; once more (Ctrl-C) ends it without", highlight=False)
+    for child in children:
+        if child.alive:
+            child.process.terminate()
+
+
+def _kill_all(children: list[Child]) -> None:
+    for child in children:
+        child.kill()
+
+
+def _copy(child: Child, output: Console) -> bool:
+    """What is there to read, into the log and, line by line, onto the screen; False if there is nothing."""
+    try:
+        chunk = os.read(child.pipe, 1 << 16)
+    except BlockingIOError:  # it has ended, but something that it started holds the other end
+        return False
+    _write_log(child, chunk)
+    *lines, child.rest = (child.rest + chunk).split(b"\n")
+    for line in lines:
+        _show(child, line, output)
+    return bool(chunk)
+
+
+def _write_log(child: Child, data: bytes) -> None:
+    with suppress(OSError):  # a full disk ends a run, but not the one who has to say so
+        child.log.write(data)
+
+
+def _show(child: Child, line: bytes, output: Console) -> None:
+    if not NOISE.match(line):
+        prefix = Text(child.prefix, style=COLOURS[child.index % len(COLOURS)])
+        output.print(prefix + Text(line.decode(errors="replace")), soft_wrap=True)
+
+
+def _most_telling(failures: list[Child]) -> Child:
+    """The first, unless it only suffered from another's end: aborted by JAX, or with an error nobody expected."""
+    if failures[0].exit_code not in (1, 128 + signal.SIGABRT):
+        return failures[0]
+    return next((child for child in failures if child.exit_code in OURS), failures[0])
+
+
+def _report(failures: list[Child], children: list[Child], output: Console) -> None:
+    first = failures[0]
+    if not first.prefix:
+        if first.exit_code > 128:  # else it has said itself what was wrong
+            output.print(f"[bold red]the process {first.end}[/]", highlight=False)
+        return
+    after = [f"process {child.index} {child.end}" for child in failures[1:]]
+    ended = sum(child.ended_by_us for child in children)
+    after += [f"ended the other {ended}"] if ended else []
+    told = f"process {first.index} {first.end}" + "".join(f"; {part}" for part in after)
+    output.print(f"[bold red]{told}[/]; each one's output is in {Path(first.log.name).parent}", soft_wrap=True)
+
+
+def supervise(
+    run_once: Callable[[], int],
+    progress: Callable[[], int | None],
+    *,
+    console: Console,
+    first_wait_s: float = 1.0,
+    max_wait_s: float = 60.0,
+    give_up_after: int = 3,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Start again what ended early, as long as that can help and it gets further; returns the last exit code.
+
+    `run_once` is a call of `launch` or `run_child`; `progress` says which step the run has reached. A signal to this
+    process ends it: at once while it waits, else with the run that it is passed on to.
+    """
+    furthest, failures, wait_s = progress(), 0, first_wait_s
+    with interrupts() as signals:
+        while True:
+            code = run_once()
+            if code in FINAL or signals.came:
+                return code
+            step = progress()
+            if step is not None and (furthest is None or step > furthest):
+                furthest, failures, wait_s = step, 0, first_wait_s
+            failures += 1
+            where = "before its first step" if step is None else f"at step {step}"
+            if failures >= give_up_after:
+                console.print(
+                    f"[bold red]gave up:[/] the run ended {failures} times {where}, at last with exit code {code}. "
+                    "What it printed each time is in its log files; docs/reliability.md explains the exit codes",
+                    highlight=False,
+                    soft_wrap=True,
+                )
+                return code
+            console.print(
+                f"[yellow]the run ended with exit code {code} {where}; starting again in {wait_s:g} s[/] "
+                f"(attempt {failures + 1} of {give_up_after} at this step)",
+                highlight=False,
+                soft_wrap=True,
+            )
+            if _interrupted(signals, sleep, wait_s):
+                return 128 + signals.came[0]
+            wait_s = min(2 * wait_s, max_wait_s)
+
+
+def _interrupted(signals: Interrupts, sleep: Callable[[float], None], seconds: float) -> bool:
+    """Sleep; a signal ends that at once, which in Python only an exception can do."""
+    try:
+        signals.raises = True
+        if not signals.came:
+            sleep(seconds)
+        signals.raises = False
+    except _Interrupted:
+        pass
+    return bool(signals.came)

@@ -1,0 +1,190 @@
+"""What the loop does when something around it goes wrong: disks, memory, compilers, checkpoints."""
+
+import resource
+import shutil
+from io import StringIO
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from fixtures import tiny_config, write_4x4
+from test_train import assert_same_states, rows, state_at
+from tinypod import goodput, health, run, train
+from tinypod.errors import CorruptionError, RecompileError, StorageError
+
+STEPS = ("steps=8", "checkpoint.every_steps=2", "eval.every_steps=null", "log.every_steps=1")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_4x4(tmp_path_factory.mktemp("loop") / "data")
+
+
+def trained(data: Path, folder: Path, *overrides: str, **options) -> str:
+    console = Console(file=StringIO(), width=300)
+    train.train(tiny_config(data, *STEPS, *overrides), run.Run(folder), console, **options)
+    return console.file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def straight(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    trained(data, folder)
+    return folder
+
+
+def limit_files_to(size_bytes: int) -> None:
+    """Writes beyond it fail for real, as on a full disk."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+
+
+def test_a_disk_that_is_full_for_a_while_costs_nothing(
+    data: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full at the save of step 4 and its rows of metrics, free again from step 6 on."""
+    save, step = train.Loop._save, train.Loop._step
+
+    def filling(self):
+        if self.outcome.step == 4:
+            limit_files_to(500)
+        save(self)
+
+    def freeing(self):
+        if self.outcome.step == 6:
+            limit_files_to(resource.RLIM_INFINITY)
+        step(self)
+
+    monkeypatch.setattr(train.Loop, "_save", filling)
+    monkeypatch.setattr(train.Loop, "_step", freeing)
+    monkeypatch.setattr(train, "RETRY_SAVE_S", 0.0)
+    try:
+        output = trained(data, tmp_path / "run")
+    finally:
+        limit_files_to(resource.RLIM_INFINITY)
+    assert "Training goes on" in output
+    assert [row["step"] for row in rows(tmp_path / "run") if "train/loss" in row] == list(range(1, 9))
+    assert_same_states(*(state_at(data, folder, 8) for folder in (straight, tmp_path / "run")))
+    assert "4" not in {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+
+
+def test_a_disk_that_stays_full_ends_the_run_with_its_own_code(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "GIVE_UP_SAVING_S", 2.0)
+    monkeypatch.setattr(train.Loop, "_save_for_good", _with_a_full_disk(train.Loop._save_for_good))
+    try:
+        with pytest.raises(StorageError, match="the latest complete one is step 6") as caught:
+            trained(data, tmp_path / "run")
+    finally:
+        limit_files_to(resource.RLIM_INFINITY)
+    assert caught.value.exit_code == 75
+    assert "8" not in {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    trained(data, tmp_path / "run")  # with room, the same command goes on
+
+
+def _with_a_full_disk(function):
+    def full(self):
+        self.checkpoints.wait()
+        shutil.rmtree(self.run.folder / "checkpoints" / "8", ignore_errors=True)
+        self.checkpoints._reopen()
+        self.saved = 6
+        limit_files_to(500)
+        function(self)
+
+    return full
+
+
+def test_under_supervision_a_damaged_checkpoint_is_set_aside(
+    data: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(straight, tmp_path / "run")
+    for path in (tmp_path / "run" / "checkpoints" / "8" / "state").rglob("*"):
+        if path.is_file() and path.stat().st_size > 5000:
+            path.write_bytes(path.read_bytes()[:1000])
+    monkeypatch.setenv(train.SUPERVISED, "1")
+    output = trained(data, tmp_path / "run")
+    assert "is damaged" in output
+    assert "going on from the checkpoint of step 6" in output
+    assert (tmp_path / "run" / "checkpoints_set_aside" / "8").is_dir()
+    assert_same_states(*(state_at(data, folder, 8) for folder in (straight, tmp_path / "run")))
+    assert goodput.summarise(tmp_path / "run").lost_steps == 2
+
+
+def recompiling(monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
+    function = jax.jit(lambda x: x + 1)
+    original = train.training_row
+
+    def row(experiment, step, parts, seconds):
+        function(jnp.zeros(3 if step < at_step else 4))
+        return original(experiment, step, parts, seconds)
+
+    monkeypatch.setattr(train, "training_row", row)
+
+
+def test_a_compile_after_warm_up_stops_the_run_and_says_what_changed(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recompiling(monkeypatch, at_step=5)
+    with pytest.raises(RecompileError, match=r"float32\[3\].*float32\[4\]"):
+        trained(data, tmp_path / "run")
+    assert health.read_heartbeats(tmp_path / "run" / "health")[0].step == 5
+
+
+def test_a_compile_after_warm_up_can_be_let_through(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recompiling(monkeypatch, at_step=5)
+    output = trained(data, tmp_path / "run", "health.on_recompile=warn")
+    assert "float32[4]" in output
+    assert rows(tmp_path / "run")[-1]["step"] == 8
+
+
+def test_weights_that_differ_between_replicas_stop_the_run(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = train.Loop._step
+
+    def corrupting(self):
+        original(self)
+        if self.outcome.step == 5:
+            head = self.state.params["head"]
+            copies = [np.array(shard.data) for shard in head.addressable_shards]
+            copies[3][0, 0] += 1
+            parts = [jax.device_put(x, s.device) for x, s in zip(copies, head.addressable_shards, strict=True)]
+            wrong = jax.make_array_from_single_device_arrays(head.shape, head.sharding, parts)
+            self.state = self.state._replace(params=self.state.params | {"head": wrong})
+
+    trained(data, tmp_path / "healthy", "health.replica_check_every_steps=2")
+    monkeypatch.setattr(train.Loop, "_step", corrupting)
+    with pytest.raises(CorruptionError, match="head"):
+        trained(data, tmp_path / "run", "health.replica_check_every_steps=2")
+    assert health.read_heartbeats(tmp_path / "run" / "health")[0].step == 6
+
+
+def test_steps_can_be_profiled(data: Path, tmp_path: Path) -> None:
+    trained(data, tmp_path / "run", profile=(3, 4))
+    traces = list((tmp_path / "run" / "profile" / "process_0").rglob("*.xplane.pb"))
+    assert len(traces) == 1
+    assert traces[0].stat().st_size > 1000
+
+
+def test_what_was_compiled_serves_the_next_start(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder of its own, because the tests share one."""
+    from tinypod import compile_cache
+
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = jax.config.jax_compilation_cache_dir, jax.config.jax_compilation_cache_max_size
+    try:
+        compile_cache.enable("auto")
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "tinypod" / "compiled")
+        compile_cache.enable(str(tmp_path / "there"))
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "there")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before[0])
+        jax.config.update("jax_compilation_cache_max_size", before[1])
