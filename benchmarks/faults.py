@@ -47,7 +47,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 REPOSITORY = Path(__file__).parents[1]
-STEPS, EVERY, BUCKET = 600, 20, "faults"
+STEPS, EVERY, BUCKET = 400, 20, "faults"
 PATIENCE_S = 240.0  # for anything that is waited for, on a busy machine
 TINY = (
     f"steps={STEPS}",
@@ -115,7 +115,7 @@ class Bench:
 
     def __init__(self, out: Path) -> None:
         self.out, self.data = out, out / "data"
-        self.lock, self.one_at_a_time = threading.Lock(), threading.Lock()
+        self.lock, self.one_at_a_time, self.stopping = threading.Lock(), threading.Lock(), threading.Event()
         self._references: dict[str, dict[str, np.ndarray]] = {}
         self._store: str | None = None
         out.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ class Bench:
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "XDG_CACHE_HOME": str(out / "cache"),
             "TINYPOD_STORAGE_RETRY_S": "8",
-            "XLA_FLAGS": "",
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",  # compiling is most of a short run
         }
         if not (self.data / "dataset.json").exists():
             sizes = ["--clues", "6", "--train-size", "40", "--test-size", "16"]
@@ -272,7 +272,7 @@ class Victim:
                 return False
             if self.code is not None:
                 raise NeedsAHand(f"ended with exit code {self.code} while waiting for {what}: {self._last_words()}")
-            if time.monotonic() > give_up:
+            if time.monotonic() > give_up or self.bench.stopping.is_set():
                 raise NeedsAHand(f"no {what} within {PATIENCE_S:g} s: {self._last_words()}")
             time.sleep(interval_s)
         return True
@@ -521,20 +521,20 @@ class Kind:
 
 SECONDS = ("health.step_timeout_s=8",)
 KINDS = {
-    "kill": Kind(kill, 0.12),
+    "kill": Kind(kill, 0.1),
     "kill_everything": Kind(kill_everything, 0.08),
-    "kill_in_save": Kind(kill_in_save, 0.14),
-    "kill_in_restore": Kind(kill_in_restore, 0.12),
-    "sigterm": Kind(sigterm, 0.1),
+    "kill_in_save": Kind(kill_in_save, 0.12),
+    "kill_in_restore": Kind(kill_in_restore, 0.1),
+    "sigterm": Kind(sigterm, 0.08),
     "truncate": Kind(truncate, 0.08),
-    "full_disk": Kind(full_disk, 0.08, faults=4),
+    "full_disk": Kind(full_disk, 0.1, faults=4),
     "refuse": Kind(refuse, 0.1, remote=True),
     "nan": Kind(None, 0.09, faults=3, overrides=("nonfinite.rollback_after=3",)),
     "kill_cluster": Kind(kill, 0.02, processes=2),
-    "kill_one": Kind(kill_one, 0.06, processes=2),
+    "kill_one": Kind(kill_one, 0.05, processes=2),
     "sigterm_cluster": Kind(sigterm, 0.02, processes=2),
-    "sigterm_one": Kind(sigterm_one, 0.05, processes=2),
-    "sigstop": Kind(sigstop, 0.04, processes=2, overrides=SECONDS),
+    "sigterm_one": Kind(sigterm_one, 0.04, processes=2),
+    "sigstop": Kind(sigstop, 0.03, processes=2, overrides=SECONDS),
 }
 
 
@@ -603,7 +603,7 @@ def random_moments(draw: random.Random, count: int) -> list[int]:
 def poison(victim: Victim, moments: list[int]) -> tuple[tuple[int, int], ...]:
     """Three batches in a row at each moment are NaN, inside the compiled step (tests/poison.py)."""
     numbers = [str(moment + i) for moment in moments for i in range(3)]
-    paths = [str(victim.bench.out / "poison"), str(REPOSITORY / "tests")]
+    paths = [str(victim.bench.out / "poison"), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]
     victim.environment = {"TINYPOD_FAULTS_POISON": ",".join(numbers), "PYTHONPATH": os.pathsep.join(paths)}
     return tuple((moment, 3) for moment in moments)
 
@@ -636,13 +636,10 @@ def can_mount(out: Path) -> bool:
 
 
 def planned(kinds: list[str], faults: int, seed: int) -> list[str]:
-    """Names of runs; the long ones first, so that the end is not a wait for one of them."""
+    """Names of runs, the kinds in turn, so that whatever is there when it is stopped is a picture of all."""
     total = sum(KINDS[kind].share for kind in kinds)
-    names = []
-    for kind in sorted(kinds, key=lambda kind: -KINDS[kind].processes):
-        count = math.ceil(faults * KINDS[kind].share / total / KINDS[kind].faults)
-        names += [f"{kind}-{seed}-{number}" for number in range(count)]
-    return names
+    counts = {kind: math.ceil(faults * KINDS[kind].share / total / KINDS[kind].faults) for kind in kinds}
+    return [f"{kind}-{seed}-{n}" for n in range(max(counts.values())) for kind in kinds if n < counts[kind]]
 
 
 def read_results(path: Path) -> list[Result]:
@@ -658,7 +655,7 @@ def run_all(bench: Bench, names: list[str], jobs: int, results_path: Path) -> No
     done = {result.name for result in read_results(results_path)}
     left = [name for name in names if name not in done]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress, ThreadPoolExecutor(jobs) as pool:
+    with Progress(*columns, console=console) as progress, ThreadPoolExecutor(jobs) as pool, stopping(bench, pool):
         task = progress.add_task("runs", total=len(names), completed=len(names) - len(left))
         for future in as_completed([pool.submit(run_through, bench, name) for name in left]):
             result = future.result()
@@ -672,6 +669,18 @@ def run_all(bench: Bench, names: list[str], jobs: int, results_path: Path) -> No
                 f"{result.seconds:.0f} s: {verdict}{escape(' '.join(result.bad_checkpoints))}",
                 soft_wrap=True,
             )
+
+
+@contextlib.contextmanager
+def stopping(bench: Bench, pool: ThreadPoolExecutor) -> Iterator[None]:
+    """An interrupt ends the runs under way; they are done again next time."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except BaseException:
+        bench.stopping.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
 
 
 def table(results: list[Result]) -> str:

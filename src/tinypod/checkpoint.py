@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -513,7 +514,12 @@ def _hush_tensorstore() -> None:
         if not abandoned(unraisable.exc_value):
             unraisablehook(unraisable)
 
+    def is_worth_saying(record: logging.LogRecord) -> bool:
+        return "was never retrieved" not in record.getMessage()  # siblings of the write that failed, and was told
+
     sys.excepthook, sys.unraisablehook = on_exception, on_unraisable
+    logging.getLogger("asyncio").addFilter(is_worth_saying)
+    warnings.filterwarnings("ignore", "coroutine '.*' was never awaited", RuntimeWarning)
 
 
 def _describe(leaf: tuple[tuple[int, ...], Any] | None) -> str:

@@ -1,19 +1,17 @@
 """The commands: parse, dispatch, print. What they do stands in the modules they call."""
 
-import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from tinypod.errors import UserError
+from tinypod.errors import StorageError, UserError
 
 if TYPE_CHECKING:
-    from tinypod.distributed import Cluster
     from tinypod.run import Run
 
 app = typer.Typer(
@@ -67,7 +65,11 @@ def main() -> None:
     except OSError as error:
         if error.filename is None and error.strerror is None:
             raise
-        _fail(f"{error.filename or 'a file'}: {error.strerror}")
+        from tinypod import storage
+
+        again = storage.may_pass(error)
+        message = f"{error.filename or 'a file'}: {error.strerror}"
+        _fail(message, StorageError.exit_code if again else UserError.exit_code)
     except Exception:
         if not _in_cluster():
             raise
@@ -136,6 +138,7 @@ def train(
 
     Example: `tinypod train configs/demo.yaml steps=500 --run runs/short`
     """
+    from tinypod import processes as own
     from tinypod import profiling
     from tinypod import train as training
 
@@ -143,8 +146,17 @@ def train(
     steps = profiling.parse_range(profile) if profile is not None else None
     if processes is not None or supervise:
         arguments = ["train", config, *(overrides or []), "--run", str(target), *_option("--profile", profile)]
-        _run_apart(arguments, _option("--from-step", from_step), target, processes, devices_per_process, supervise)
-    cluster = _join_cluster(loaded, coordinator, num_processes, process_id)
+        code = own.train_apart(
+            arguments,
+            _option("--from-step", from_step),
+            target,
+            console,
+            processes=processes,
+            devices_per_process=devices_per_process,
+            supervise=supervise,
+        )
+        raise typer.Exit(code)
+    cluster = own.join_cluster(loaded.health, coordinator, num_processes, process_id)
     outcome = training.train(loaded, target, console, cluster=cluster, from_step=from_step, profile=steps)
     if cluster.is_primary:
         _print_outcome(target, outcome)
@@ -182,47 +194,6 @@ def _target(config: str, run: str | None) -> "Run":
 
 def _option(name: str, value: object) -> list[str]:
     return [] if value is None else [name, str(value)]
-
-
-def _run_apart(
-    arguments: list[str],
-    at_first: list[str],
-    run: "Run",
-    processes: int | None,
-    devices_per_process: int,
-    supervise: bool,
-) -> NoReturn:
-    """The same command in processes of its own; `at_first` only the first time."""
-    from tinypod import health, launch
-    from tinypod.metrics import MetricsLog
-    from tinypod.train import SUPERVISED
-
-    def run_once() -> int:
-        argv = [sys.executable, "-m", "tinypod", *arguments, *at_first]
-        at_first.clear()
-        logs = run.folder / "logs"
-        if processes is None:
-            return launch.run_child(argv, logs, output=console)
-        return launch.launch(argv, processes, devices_per_process, logs, output=console)
-
-    def progress() -> int | None:
-        steps = [beat.step for beat in health.read_heartbeats(run.folder / health.FOLDER)]
-        return max([*steps, *(int(row["step"]) for row in MetricsLog(run.folder).read()[-1:])], default=None)
-
-    if supervise:
-        os.environ[SUPERVISED] = "1"
-    code = launch.supervise(run_once, progress, console=console) if supervise else run_once()
-    raise typer.Exit(code)
-
-
-def _join_cluster(config: Any, coordinator: str | None, num_processes: int | None, process_id: int | None) -> "Cluster":
-    from tinypod import distributed
-
-    health = config.health
-    settings = distributed.settings_from(coordinator, num_processes, process_id, os.environ)
-    # JAX's own heartbeat ends processes without a word; ours should speak first.
-    longest_s = max(health.step_timeout_s, health.save_timeout_s, health.restore_timeout_s)
-    return distributed.start(settings, health.start_timeout_s, longest_s + 60)
 
 
 def _print_outcome(run: "Run", outcome: Any) -> None:
@@ -484,6 +455,7 @@ def check(
     import json
 
     from tinypod import check as preflight
+    from tinypod import processes as own
     from tinypod.distributed import Cluster
 
     try:
@@ -493,8 +465,9 @@ def check(
     failed_to_load = isinstance(loaded, UserError)
     if processes is not None and not failed_to_load:
         arguments = ["check", config, *(overrides or []), "--steps", str(steps), *(["--json"] if as_json else [])]
-        _check_apart(arguments, scratch, processes, devices_per_process, as_json)
-    cluster = Cluster() if failed_to_load else _join_cluster(loaded, coordinator, num_processes, process_id)
+        shown = errors if as_json else console
+        raise typer.Exit(own.check_apart(arguments, scratch, processes, devices_per_process, shown, as_json))
+    cluster = Cluster() if failed_to_load else own.join_cluster(loaded.health, coordinator, num_processes, process_id)
     shown = Console(quiet=True) if as_json else console
     results = preflight.run_checks(loaded, shown, title=config, cluster=cluster, steps=steps, scratch=scratch)
     if as_json and cluster.is_primary:
@@ -503,26 +476,3 @@ def check(
         cluster.shutdown(loaded.health.save_timeout_s)
     if any(result.status == "FAIL" for result in results):
         raise typer.Exit(1)
-
-
-def _check_apart(
-    arguments: list[str], scratch: str | None, processes: int, devices_per_process: int, as_json: bool
-) -> NoReturn:
-    """The same check as a local cluster. The logs of one that failed stay: what is printed says where they are."""
-    import shutil
-    import tempfile
-
-    from tinypod import launch
-
-    folder = Path(tempfile.mkdtemp(prefix="tinypod-check-"))
-    logs, code = folder / "logs", 1
-    os.environ.setdefault("COLUMNS", str(console.width - len("[0] ")))  # for their tables: they have no terminal
-    try:
-        argv = [sys.executable, "-m", "tinypod", *arguments, "--scratch", scratch or str(folder / "scratch")]
-        code = launch.launch(argv, processes, devices_per_process, logs, output=errors if as_json else console)
-        if as_json:
-            lines = (logs / "process_0.log").read_text(errors="replace").splitlines()
-            print(next((line for line in lines if line.startswith('[{"check"')), "[]"))
-    finally:
-        shutil.rmtree(folder / "scratch" if code else folder, ignore_errors=True)
-    raise typer.Exit(code)

@@ -8,6 +8,7 @@ An emulator or another endpoint: TENSORSTORE_GCS_HTTP_URL for the one, STORAGE_E
 """
 
 import asyncio
+import errno
 import fcntl
 import functools
 import hashlib
@@ -105,6 +106,11 @@ def is_outage(error: BaseException) -> bool:
             return True
         current = current.__cause__ or current.__context__
     return False
+
+
+def may_pass(error: OSError) -> bool:
+    """Whether what ails a file system may be over later: no room, or a network that is away."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT)
 
 
 @functools.cache
