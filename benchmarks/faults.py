@@ -113,8 +113,8 @@ class NeedsAHand(Exception):
 class Bench:
     """What the runs share: puzzles, compiled functions, an object store, and the ends of undisturbed runs."""
 
-    def __init__(self, out: Path) -> None:
-        self.out, self.data = out, out / "data"
+    def __init__(self, out: Path, a_run: int | None = None) -> None:
+        self.out, self.data, self.a_run = out, out / "data", a_run
         self.lock, self.one_at_a_time, self.stopping = threading.Lock(), threading.Lock(), threading.Event()
         self._references: dict[str, dict[str, np.ndarray]] = {}
         self._store: str | None = None
@@ -239,12 +239,13 @@ class Victim:
         return self.output_path.read_text(errors="replace") if self.output_path.exists() else ""
 
     def pids(self) -> list[int]:
-        """Of the training processes, as the launcher noted them; they may have ended."""
-        found = []
-        for log in sorted((self.folder / "logs").glob("process_*.log")):
-            starts = re.findall(rb"^--- .*, pid (\d+)$", log.read_bytes(), re.MULTILINE)
-            found += [int(number) for number in starts[-1:]]
-        return found
+        """Of the training processes, in order: the children of the command. Files would not do on a full disk."""
+        assert self.process is not None
+        try:
+            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        except OSError:
+            return []
+        return [int(number) for number in children.split()]
 
     def rows(self) -> list[dict[str, Any]]:
         """Of training, in the order of the file; without a last line that is being written."""
@@ -465,19 +466,33 @@ def truncate(victim: Victim) -> None:
 
 
 def full_disk(victim: Victim) -> None:
-    """The disk is full until a save has failed, and for up to two seconds more."""
+    """The disk is full until a save has failed, and for up to two seconds more; one time in three while it starts."""
     pids, fault = victim.pids(), Fault("full_disk", victim.step())
-    told, ballast = victim.output().count("no space left"), victim.disk / "ballast"
-    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
-        while file.write(b"\0" * 4096):
-            pass
-    try:
-        failed = victim.until(lambda: victim.output().count("no space left") > told, "a failure to write")
+    told = len(NO_SPACE.findall(victim.output()))
+    with full(victim.disk):
+        if victim.random.random() < 1 / 3:
+            fault.note = "killed, too"
+            victim.kill(pids)
+        failed = victim.until(lambda: len(NO_SPACE.findall(victim.output())) > told, "a failure to write")
         time.sleep(victim.random.uniform(0, 2))
-    finally:
-        ballast.unlink()
     if failed:
         _lives_on(victim, fault, pids)
+
+
+NO_SPACE = re.compile("no space left", re.IGNORECASE)
+
+
+@contextlib.contextmanager
+def full(disk: Path) -> Iterator[None]:
+    ballast = disk / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        with contextlib.suppress(OSError):
+            while file.write(b"\0" * 4096):
+                pass
+        try:
+            yield
+        finally:
+            ballast.unlink()
 
 
 def refuse(victim: Victim) -> None:
@@ -521,20 +536,21 @@ class Kind:
 
 SECONDS = ("health.step_timeout_s=8",)
 KINDS = {
-    "kill": Kind(kill, 0.1),
-    "kill_everything": Kind(kill_everything, 0.08),
-    "kill_in_save": Kind(kill_in_save, 0.12),
-    "kill_in_restore": Kind(kill_in_restore, 0.1),
-    "sigterm": Kind(sigterm, 0.08),
-    "truncate": Kind(truncate, 0.08),
-    "full_disk": Kind(full_disk, 0.1, faults=4),
-    "refuse": Kind(refuse, 0.1, remote=True),
-    "nan": Kind(None, 0.09, faults=3, overrides=("nonfinite.rollback_after=3",)),
+    "kill": Kind(kill, 0.08),
+    "kill_everything": Kind(kill_everything, 0.07),
+    "kill_in_save": Kind(kill_in_save, 0.1),
+    "kill_in_restore": Kind(kill_in_restore, 0.08),
+    "sigterm": Kind(sigterm, 0.07),
+    "truncate": Kind(truncate, 0.07),
+    "full_disk": Kind(full_disk, 0.12, faults=4),
+    "refuse": Kind(refuse, 0.14, remote=True),
+    "nan": Kind(None, 0.13, faults=3, overrides=("nonfinite.rollback_after=3",)),
     "kill_cluster": Kind(kill, 0.02, processes=2),
     "kill_one": Kind(kill_one, 0.05, processes=2),
     "sigterm_cluster": Kind(sigterm, 0.02, processes=2),
-    "sigterm_one": Kind(sigterm_one, 0.04, processes=2),
-    "sigstop": Kind(sigstop, 0.03, processes=2, overrides=SECONDS),
+    "sigterm_one": Kind(sigterm_one, 0.03, processes=2),
+    "truncate_cluster": Kind(truncate, 0.02, faults=4, processes=2),
+    "sigstop": Kind(sigstop, 0.02, faults=3, processes=2, overrides=SECONDS),
 }
 
 
@@ -580,7 +596,7 @@ def run_through(bench: Bench, name: str) -> Result:
 
 
 def suffer(victim: Victim, kind: Kind) -> None:
-    moments = random_moments(victim.random, kind.faults)
+    moments = random_moments(victim.random, victim.bench.a_run or kind.faults)
     left_out = poison(victim, moments) if kind.inject is None else ()
     victim.start()
     for moment in moments if kind.inject is not None else []:
@@ -635,10 +651,10 @@ def can_mount(out: Path) -> bool:
 # The whole of it.
 
 
-def planned(kinds: list[str], faults: int, seed: int) -> list[str]:
+def planned(kinds: list[str], faults: int, seed: int, a_run: int | None) -> list[str]:
     """Names of runs, the kinds in turn, so that whatever is there when it is stopped is a picture of all."""
     total = sum(KINDS[kind].share for kind in kinds)
-    counts = {kind: math.ceil(faults * KINDS[kind].share / total / KINDS[kind].faults) for kind in kinds}
+    counts = {kind: math.ceil(faults * KINDS[kind].share / total / (a_run or KINDS[kind].faults)) for kind in kinds}
     return [f"{kind}-{seed}-{n}" for n in range(max(counts.values())) for kind in kinds if n < counts[kind]]
 
 
@@ -720,6 +736,7 @@ def _figures(pairs: list[tuple[Result, Fault]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=200, help="in all, shared out over the kinds")
+    parser.add_argument("--a-run", type=int, help="faults in each run; default: three to five, by their kind")
     parser.add_argument("--kinds", default=",".join(KINDS), help="some of them, with commas; default: all")
     parser.add_argument("--seed", type=int, default=0, help="decides the moments")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
@@ -729,12 +746,13 @@ def main() -> None:
     results_path = arguments.out.absolute() / "results.jsonl"
     if not arguments.table:
         kinds = arguments.kinds.split(",")
-        bench = Bench(arguments.out.absolute())
+        bench = Bench(arguments.out.absolute(), arguments.a_run)
         if "full_disk" in kinds and not can_mount(bench.out):
             console.print("full_disk is left out: only root can make the small disk that it fills")
             kinds.remove("full_disk")
+        names = planned(kinds, arguments.faults, arguments.seed, arguments.a_run)
         try:
-            run_all(bench, planned(kinds, arguments.faults, arguments.seed), arguments.jobs, results_path)
+            run_all(bench, names, arguments.jobs, results_path)
         finally:
             bench.close()
     results = read_results(results_path)

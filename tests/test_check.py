@@ -19,9 +19,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fixtures import TINY, tiny_config, write_4x4
-from tinypod import check, cli
-from tinypod.check import CHECKS, Failed, Found, Probe, Skipped
+from tinypod import check, checks, cli
+from tinypod.check import CHECKS
 from tinypod.checkpoint import Checkpoints
+from tinypod.checks import Failed, Found, Probe, Skipped
 from tinypod.distributed import Cluster
 from tinypod.errors import UserError
 from tinypod.experiment import build
@@ -39,8 +40,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stepped(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Probe:
     """A probe on 8 devices after the vital checks; tests change copies of it."""
     probe = Probe(tiny_config(data, *SMALL), scratch=str(tmp_path_factory.mktemp("scratch") / "own"))
-    check.check_data(probe)
-    check.check_step(probe)
+    checks.check_data(probe)
+    checks.check_step(probe)
     return probe
 
 
@@ -55,14 +56,14 @@ def row(name: str, probe: Probe) -> check.Result:
     return check.run_check(next(c for c in CHECKS if c.name == name), probe)
 
 
-def checks(config: Any, **options: Any) -> tuple[dict[str, check.Result], str]:
+def checked(config: Any, **options: Any) -> tuple[dict[str, check.Result], str]:
     console = Console(file=StringIO(), width=100)
     results = check.run_checks(config, console, title="tiny.yaml", **options)
     return {result.check: result for result in results}, console.file.getvalue()
 
 
 def test_all_is_well_on_eight_devices(data: Path, stepped: Probe, tmp_path: Path) -> None:
-    results, shown = checks(tiny_config(data, *SMALL), steps=5, scratch=str(tmp_path))
+    results, shown = checked(tiny_config(data, *SMALL), steps=5, scratch=str(tmp_path))
     assert {name: result.status for name, result in results.items()} == {c.name: "pass" for c in CHECKS}, shown
     assert "tiny.yaml on 8 × cpu" in shown
     assert "9 checks passed" in shown
@@ -78,7 +79,7 @@ def test_all_is_well_on_eight_devices(data: Path, stepped: Probe, tmp_path: Path
 def test_a_damaged_dataset_fails_the_first_check_and_the_rest_is_skipped(tmp_path: Path) -> None:
     folder = write_4x4(tmp_path / "data")
     (folder / "train.npz").write_bytes((folder / "train.npz").read_bytes() + b"x")
-    results, shown = checks(tiny_config(folder))
+    results, shown = checked(tiny_config(folder))
     assert results["config and data"].status == "FAIL"
     assert "train.npz" in results["config and data"].found
     assert {results[c.name].status for c in CHECKS[1:]} == {"skipped"}
@@ -120,7 +121,7 @@ def test_devices_that_draw_the_same_rows_are_found(probe: Probe, monkeypatch: py
 
     with_draw(probe, repeated)
     whole = copy.copy(probe)
-    monkeypatch.setattr(check, "build", lambda *args: dataclasses.replace(build(*args), task=whole.experiment.task))
+    monkeypatch.setattr(checks, "build", lambda *args: dataclasses.replace(build(*args), task=whole.experiment.task))
     result = row("rows", probe)
     assert (result.status, result.found) == ("FAIL", "device 1 draws the same 2 rows as device 0")
 
@@ -128,13 +129,13 @@ def test_devices_that_draw_the_same_rows_are_found(probe: Probe, monkeypatch: py
 def test_rows_that_two_processes_draw_are_found(probe: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Probe, "gather", lambda self, values: np.stack([values, values]))
     with pytest.raises(Failed, match="drawn 2 times instead of once: rows 0, 1, 2, 3 and 12 more of 16"):
-        check.check_rows(probe)
+        checks.check_rows(probe)
 
 
 def test_copies_of_rows_over_tensor_devices_agree(data: Path) -> None:
     probe = Probe(tiny_config(data, *SMALL, "mesh={data: 2, fsdp: 2, tensor: 2}"))
-    check.check_data(probe)
-    assert check.check_rows(probe).text.startswith("4 groups of devices draw different rows, 16 in all, each once")
+    checks.check_data(probe)
+    assert checks.check_rows(probe).text.startswith("4 groups of devices draw different rows, 16 in all, each once")
 
 
 def corrupted(array: jax.Array) -> jax.Array:
@@ -202,7 +203,7 @@ def test_a_batch_too_large_for_one_device_is_no_failure(probe: Probe, monkeypatc
     def full(*_: Any) -> Any:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    monkeypatch.setattr(check, "_compile", full)
+    monkeypatch.setattr(checks, "_compile", full)
     result = row("1 device = all", probe)
     assert (result.status, "does not fit one device" in result.found) == ("skipped", True)
     result = row("step", probe)
@@ -247,12 +248,12 @@ def test_a_checkpoint_that_restores_something_else_is_found(probe: Probe, monkey
 def test_a_folder_that_others_cannot_see_asks_for_another(probe: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Probe, "gather", lambda self, values: np.stack([values, np.zeros_like(values)]))
     with pytest.raises(Failed, match=r"process 1 of 1 cannot see .*--scratch"):
-        check.check_checkpoint(probe)
+        checks.check_checkpoint(probe)
 
 
 def on_one_device(data: Path, *overrides: str) -> Probe:
     probe = Probe(tiny_config(data, *SMALL, *overrides), steps=3)
-    check.check_data(probe)
+    checks.check_data(probe)
     probe.experiment = build(probe.experiment.config, jax.devices()[:1])
     probe.source = probe.experiment.put_source(probe.split)
     return probe
@@ -268,7 +269,7 @@ def test_a_rate_of_zero_does_not_learn(data: Path) -> None:
 
 def test_one_device_alone_has_nothing_to_compare(data: Path) -> None:
     probe = on_one_device(data)
-    for function in (check.check_rows, check.check_replicas, check.check_one_device):
+    for function in (checks.check_rows, checks.check_replicas, checks.check_one_device):
         with pytest.raises(Skipped, match="one device"):
             function(probe)
 

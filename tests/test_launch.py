@@ -189,7 +189,7 @@ def test_a_crashed_run_is_started_again_until_it_is_done(tmp_path: Path) -> None
     assert (run.code, run.starts) == (0, 8)
     assert run.waits == [1, 2, 1, 2, 3, 3, 1]
     assert "the process was killed by SIGKILL" in run.text
-    assert "ended with exit code 76 before its first step; starting again in 1 s (attempt 2 of 5" in run.text
+    assert "ended with exit code 76 before its first step; starting again in 1 s (1 of 5 failures" in run.text
     assert "ended with exit code 137 at step 5; starting again in 1 s" in run.text
     log = (tmp_path / "logs" / "process_0.log").read_text()
     assert log.count("--- ") == 8
@@ -200,6 +200,13 @@ def test_the_same_step_fails_three_times(tmp_path: Path, told: str, where: str) 
     run = Supervised(tmp_path, *[told] * 5)
     assert (run.code, run.starts, run.waits) == (76, 3, [1, 2])
     assert f"gave up: the run ended 3 times {where}, at last with exit code 76" in run.text
+
+
+def test_a_full_disk_is_waited_for(tmp_path: Path) -> None:
+    """Ends with 75 count only after an hour of waiting; a minute here."""
+    run = Supervised(tmp_path, *["7 75"] * 20, storage_patience_s=60, max_wait_s=16.0)
+    assert run.waits == [1, 2, 4, 8, 16, 16, 16, 16, 16]
+    assert (run.code, run.starts) == (75, 10)
 
 
 def test_a_step_behind_the_furthest_is_no_progress(tmp_path: Path) -> None:

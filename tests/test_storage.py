@@ -1,8 +1,10 @@
 """What lies in an object store is used as if it lay here: against a server that speaks the store's protocol."""
 
+import fcntl
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -133,6 +135,42 @@ def test_of_several_processes_one_fetches(store, dataset: str) -> None:
     assert folders == {str(storage.cache_folder("datasets", dataset))}
     paths = [path for method, path in store.requests[before:] if path.startswith("/download/") and "npz" in path]
     assert len(paths) == len(set(paths)) == 2
+
+
+def test_a_fetch_waits_for_the_one_before_it(store, dataset: str) -> None:
+    kept = storage.cache_folder("datasets", dataset)
+    kept.mkdir(parents=True)
+    second = threading.Thread(target=storage.fetch_dataset, args=(dataset,))
+    with open(kept / ".lock", "a") as first:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        second.start()
+        second.join(0.5)
+        assert second.is_alive()
+        assert not (kept / "dataset.json").exists()
+    second.join()
+    assert (kept / "dataset.json").exists()
+
+
+def test_tensorstore_has_the_same_patience(store, url: str) -> None:
+    bucket, _, path = url.removeprefix("gs://").partition("/")
+    context = tensorstore.Context({"gcs_request_retries": storage.tensorstore_retries()})
+    spec = {"driver": "gcs", "bucket": bucket, "path": f"{path}/"}
+    kvstore = tensorstore.KvStore.open(spec, context=context).result()
+    store.fail_next(2)
+    kvstore.write("a", b"1").result()
+    assert store.files(url) == {"a": b"1"}
+
+
+def test_what_another_process_writes_is_seen(store, url: str) -> None:
+    folder = storage.folder(url)
+    store.put(f"{url}/a", b"1")
+    assert [path.name for path in folder.iterdir()] == ["a"]
+    assert not (folder / "b").exists()
+    store.put(f"{url}/b", b"2")
+    store.put(f"{url}/a", b"11")
+    assert sorted(path.name for path in folder.iterdir()) == ["a", "b"]
+    assert (folder / "b").exists()
+    assert (folder / "a").read_bytes() == b"11"
 
 
 def elsewhere(one: Run, tmp_path: Path) -> Run:

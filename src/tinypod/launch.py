@@ -25,6 +25,8 @@ from typing import BinaryIO
 from rich.console import Console
 from rich.text import Text
 
+from tinypod.errors import StorageError
+
 FINISHED = (0, 130, 143)  # a process that ends so took nothing away from the others
 FINAL = (0, 2, 77, 79, 130)  # starting again cannot help, or is not wanted; see `errors`
 OURS = (2, 75, 76, 77, 78, 79)
@@ -323,14 +325,16 @@ def supervise(
     first_wait_s: float = 1.0,
     max_wait_s: float = 60.0,
     give_up_after: int = 3,
+    storage_patience_s: float = 3600.0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Start again what ended early, as long as that can help and it gets further; returns the last exit code.
 
     `run_once` is a call of `launch` or `run_child`; `progress` says which step the run has reached. A signal to this
-    process ends it: at once while it waits, else with the run that it is passed on to.
+    process ends it: at once while it waits, else with the run that it is passed on to. A disk that is full or a store
+    that is away is not the run's fault, and is waited for longer.
     """
-    furthest, failures, wait_s = progress(), 0, first_wait_s
+    furthest, failures, wait_s, waited_s = progress(), 0, first_wait_s, 0.0
     with interrupts() as signals:
         while True:
             code = run_once()
@@ -338,8 +342,8 @@ def supervise(
                 return code
             step = progress()
             if step is not None and (furthest is None or step > furthest):
-                furthest, failures, wait_s = step, 0, first_wait_s
-            failures += 1
+                furthest, failures, wait_s, waited_s = step, 0, first_wait_s, 0.0
+            failures += code != StorageError.exit_code or waited_s >= storage_patience_s
             where = "before its first step" if step is None else f"at step {step}"
             if failures >= give_up_after:
                 console.print(
@@ -351,13 +355,13 @@ def supervise(
                 return code
             console.print(
                 f"[yellow]the run ended with exit code {code} {where}; starting again in {wait_s:g} s[/] "
-                f"(attempt {failures + 1} of {give_up_after} at this step)",
+                f"({failures} of {give_up_after} failures at this step)",
                 highlight=False,
                 soft_wrap=True,
             )
             if _interrupted(signals, sleep, wait_s):
                 return 128 + signals.came[0]
-            wait_s = min(2 * wait_s, max_wait_s)
+            wait_s, waited_s = min(2 * wait_s, max_wait_s), waited_s + wait_s
 
 
 def _interrupted(signals: Interrupts, sleep: Callable[[float], None], seconds: float) -> bool:

@@ -163,6 +163,8 @@ class Loop:
             if self.health.ledger is not None:
                 self.health.ledger.compiled(self.train_step.memory_analysis())
             self.check_replicas = make_replica_check(self.experiment.mesh, self.experiment.specs)
+            # One that compiles longer is waited for here: Gloo's own patience ends after 30 s.
+            self.cluster.barrier("compiled", self.config.health.compile_timeout_s)
             if self.config.health.replica_check_every_steps is not None:
                 self.check_replicas(self.state.params)
 
