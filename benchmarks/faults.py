@@ -554,6 +554,10 @@ KINDS = {
 }
 
 
+def of(name: str) -> Kind:
+    return KINDS[name.rsplit("-", 2)[0]]
+
+
 MEANINGS = {
     "kill": "SIGKILL of all processes",
     "kill_one": "SIGKILL of one process",
@@ -572,7 +576,7 @@ MEANINGS = {
 
 def run_through(bench: Bench, name: str) -> Result:
     """One run with its faults, from its start to the judgement."""
-    kind, began = KINDS[name.rsplit("-", 2)[0]], time.monotonic()
+    kind, began = of(name), time.monotonic()
     with contextlib.ExitStack() as stack:
         if kind.remote:
             stack.enter_context(bench.one_at_a_time)  # the store refuses everybody
@@ -671,9 +675,10 @@ def run_all(bench: Bench, names: list[str], jobs: int, results_path: Path) -> No
     done = {result.name for result in read_results(results_path)}
     left = [name for name in names if name not in done]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress, ThreadPoolExecutor(jobs) as pool, stopping(bench, pool):
+    with Progress(*columns, console=console) as progress, pools(bench, jobs) as (alone, clusters):
         task = progress.add_task("runs", total=len(names), completed=len(names) - len(left))
-        for future in as_completed([pool.submit(run_through, bench, name) for name in left]):
+        futures = [(clusters if of(name).processes > 1 else alone).submit(run_through, bench, name) for name in left]
+        for future in as_completed(futures):
             result = future.result()
             with results_path.open("a") as file:
                 file.write(json.dumps(asdict(result)) + "\n")
@@ -688,15 +693,22 @@ def run_all(bench: Bench, names: list[str], jobs: int, results_path: Path) -> No
 
 
 @contextlib.contextmanager
-def stopping(bench: Bench, pool: ThreadPoolExecutor) -> Iterator[None]:
-    """An interrupt ends the runs under way; they are done again next time."""
+def pools(bench: Bench, jobs: int) -> Iterator[tuple[ThreadPoolExecutor, ThreadPoolExecutor]]:
+    """For runs of one process, and for clusters, of which one at a time is enough for two cores.
+
+    An interrupt ends the runs under way; they are done again next time.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    alone = ThreadPoolExecutor(max(1, jobs - 1))
+    clusters = ThreadPoolExecutor(1) if jobs > 1 else alone
     try:
-        yield
+        yield alone, clusters
     except BaseException:
         bench.stopping.set()
-        pool.shutdown(wait=False, cancel_futures=True)
         raise
+    finally:
+        for pool in (alone, clusters):
+            pool.shutdown(cancel_futures=True)
 
 
 def table(results: list[Result]) -> str:

@@ -140,11 +140,12 @@ def test_of_several_processes_one_fetches(store, dataset: str) -> None:
 def test_a_fetch_waits_for_the_one_before_it(store, dataset: str) -> None:
     kept = storage.cache_folder("datasets", dataset)
     kept.mkdir(parents=True)
+    storage.connect()  # what takes its time is the lock
     second = threading.Thread(target=storage.fetch_dataset, args=(dataset,))
     with open(kept / ".lock", "a") as first:
         fcntl.flock(first, fcntl.LOCK_EX)
         second.start()
-        second.join(0.5)
+        second.join(1.0)
         assert second.is_alive()
         assert not (kept / "dataset.json").exists()
     second.join()
