@@ -87,6 +87,7 @@ class Fault:
     lost_steps: int = 0
     restart_s: float | None = None  # None: nothing had to be started again, or another fault came first
     note: str = ""
+    at: float = field(default_factory=time.time)
 
 
 @dataclass
@@ -279,7 +280,8 @@ class Victim:
         return True
 
     def comes_to(self, step: int) -> bool:
-        return self.until(lambda: self.step() >= step, f"step {step}")
+        """With all its processes there, so that a fault hits something."""
+        return self.until(lambda: self.step() >= step and len(self.pids()) == self.processes, f"step {step}")
 
     def _last_words(self) -> str:
         return " / ".join(line.strip() for line in self.output().splitlines()[-6:] if line.strip())[-700:]
@@ -290,7 +292,7 @@ class Victim:
         With several faults in a row the first one cost the steps, and the last one was waited for. `ended`: the command
         itself was ended; it is started again, as a scheduler would.
         """
-        began, seen_at = time.time(), 0.0
+        seen_at = 0.0
         if ended:
             assert self.process is not None
             self.process.wait(PATIENCE_S)
@@ -308,7 +310,7 @@ class Victim:
         if self.until(stepping, "the first step after a fault"):
             first = next(row for row in self.rows() if row["time"] > seen_at)
             faults[0].lost_steps = max(0, faults[0].step + 1 - first["step"])
-            faults[-1].restart_s = first["time"] - began
+            faults[-1].restart_s = first["time"] - faults[-1].at
         self.result.faults += faults
 
     def kill(self, pids: list[int], number: signal.Signals = signal.SIGKILL) -> None:
@@ -582,6 +584,7 @@ def run_through(bench: Bench, name: str) -> Result:
             stack.enter_context(bench.one_at_a_time)  # the store refuses everybody
             bench.store()
         victim = Victim(bench, name, kind.processes, *kind.overrides, remote=kind.remote)
+        shutil.rmtree(victim.folder, ignore_errors=True)  # of a try that was interrupted
         if kind.inject is full_disk:
             stack.enter_context(small_disk(victim.disk))
         stack.callback(victim.end)

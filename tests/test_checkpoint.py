@@ -19,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import gcs
 from fixtures import tiny_config, write_4x4
 from tinypod import experiment
-from tinypod.checkpoint import MARKER, SET_ASIDE, Checkpoints, checksums, flatten
+from tinypod.checkpoint import MARKER, SET_ASIDE, Checkpoints
+from tinypod.checksums import checksums, flatten
 from tinypod.errors import CheckpointError, StorageError
 from tinypod.step import TrainState
 

@@ -81,7 +81,7 @@ def one_by_eight(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two_by_four(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("two_by_four") / "run"
-    finished(cluster(data, run_dir, 2, 4, *STEPS))
+    finished(cluster(data, run_dir, 2, 4, *STEPS, more=("--profile", "2:3")))
     return run_dir
 
 
@@ -96,6 +96,11 @@ def test_every_process_has_a_log_and_only_the_first_prints(two_by_four: Path) ->
     first, second = ((two_by_four / "logs" / f"process_{i}.log").read_text() for i in range(2))
     assert "8 × cpu in 2 processes" in first
     assert "steps 0 to 6" not in second
+
+
+def test_every_process_is_profiled(two_by_four: Path) -> None:
+    for process in range(2):
+        assert len(list((two_by_four / "profile" / f"process_{process}").rglob("*.xplane.pb"))) == 1
 
 
 def test_four_times_two_on_a_mesh_of_three_axes(data: Path, one_by_eight: Path, tmp_path: Path) -> None:
@@ -171,7 +176,9 @@ def test_a_process_that_is_frozen_is_named_by_the_others(data: Path, tmp_path: P
         if Path(f"/proc/{victim}").exists():
             os.kill(victim, signal.SIGKILL)
     assert process.returncode == DeadlineError.exit_code, output
-    assert re.search(rf"suspect: process 1 \(host .*, pid {victim}\) has been silent for .*; it was \w+ at step", output)
+    assert re.search(
+        rf"suspect: process 1 \(host .*, pid {victim}\) has been silent for .*; it was \w+ at step", output
+    )
     assert "health.step_timeout_s=6 has passed" in output
     assert "File " in (run_dir / "health" / "process_0.stack.txt").read_text()
 

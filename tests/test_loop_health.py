@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from fixtures import tiny_config, write_4x4
-from test_train import assert_same_states, rows, state_at
+from test_train import assert_same_states, in_a_process, rows, state_at
 from tinypod import goodput, health, run, train
 from tinypod.errors import CorruptionError, RecompileError, StorageError
 
@@ -174,17 +174,13 @@ def test_steps_can_be_profiled(data: Path, tmp_path: Path) -> None:
 
 
 def test_what_was_compiled_serves_the_next_start(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder of its own, because the tests share one."""
-    from tinypod import compile_cache
-
+    """By default, in the user's cache folder; two processes, one after the other."""
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    before = jax.config.jax_compilation_cache_dir, jax.config.jax_compilation_cache_max_size
-    try:
-        compile_cache.enable("auto")
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "tinypod" / "compiled")
-        compile_cache.enable(str(tmp_path / "there"))
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "there")
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before[0])
-        jax.config.update("jax_compilation_cache_max_size", before[1])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for steps in (2, 3):
+        done = in_a_process(data, tmp_path / "run", f"steps={steps}")
+        assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "cache" / "tinypod" / "compiled").iterdir())
+    first, second = goodput.read_attempts(tmp_path / "run")
+    assert first.cache_hits == 0
+    assert second.cache_hits > 0

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from fixtures import TINY, tiny_config, write_4x4
 from tinypod import run, step, train
-from tinypod.checkpoint import flatten
+from tinypod.checksums import flatten
 from tinypod.errors import CheckpointError
 from tinypod.experiment import build
 from tinypod.metrics import MetricsLog

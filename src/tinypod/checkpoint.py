@@ -16,7 +16,7 @@ import logging
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +26,11 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
-from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from orbax.checkpoint import checkpoint_managers
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from tinypod import __version__, storage
+from tinypod.checksums import checksums, everywhere, flatten
 from tinypod.distributed import Cluster
 from tinypod.errors import CheckpointError, DamagedError, StorageError, UserError
 from tinypod.step import TrainState
@@ -52,54 +51,6 @@ class Incomplete:
 
     def __str__(self) -> str:
         return f"{self.path}: {self.why}"
-
-
-def path_of(key_path: tuple[Any, ...]) -> str:
-    """A leaf's name: `params.layers.mlp.down`."""
-    return jax.tree_util.keystr(key_path, simple=True, separator=".")
-
-
-def flatten(tree: Any) -> dict[str, Any]:
-    return {path_of(key_path): leaf for key_path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def checksums(flat: dict[str, Array]) -> Array:
-    """A number for each array, in the order of the names, that any changed bit changes; the same on any mesh.
-
-    Computed where the arrays lie; the result is on every device.
-    """
-    return _jitted_checksums(_everywhere(flat.values()))(flat)
-
-
-@functools.cache
-def _jitted_checksums(sharding: Sharding | None) -> Any:
-    def all_of(flat: dict[str, Array]) -> Array:
-        return jnp.stack([_checksum(flat[name]) for name in sorted(flat)])
-
-    return jax.jit(all_of, out_shardings=sharding)
-
-
-def _checksum(x: Array) -> Array:
-    if x.dtype == bool:
-        words = x.astype(jnp.uint32)
-    else:
-        unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-        words = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
-    # Each element's place in memory, so that order counts, too; made without a reshape, which would gather the shards.
-    place, stride = jnp.zeros(x.shape, jnp.uint32), 1
-    for dim in reversed(range(x.ndim)):
-        place += jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim) * jnp.uint32(stride % 2**32)
-        stride *= x.shape[dim]
-    return jnp.sum(words * ((2 * place + 1) * jnp.uint32(2654435761)), dtype=jnp.uint32)
-
-
-def _everywhere(leaves: Iterable[Any]) -> Sharding | None:
-    """The sharding that puts a whole array on every device that holds a part of these."""
-    leaves = list(leaves)
-    for leaf in leaves:
-        if isinstance(leaf.sharding, NamedSharding):
-            return NamedSharding(leaf.sharding.mesh, PartitionSpec())
-    return leaves[0].sharding if leaves else None
 
 
 class Checkpoints:
@@ -348,7 +299,7 @@ class Checkpoints:
         self._check_exists(step)
         wanted = flatten(abstract)
         names = sorted(wanted)
-        whole = _everywhere(wanted.values())
+        whole = everywhere(wanted.values())
         wanted[CHECKSUMS] = jax.ShapeDtypeStruct((len(names),), jnp.uint32, sharding=whole)
         self._check_same_model(step, wanted)
         try:

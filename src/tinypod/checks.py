@@ -18,7 +18,8 @@ from jax.experimental import multihost_utils
 from rich.console import Console
 
 from tinypod import __version__, run, sharding, step, storage
-from tinypod.checkpoint import Checkpoints, checksums, flatten
+from tinypod.checkpoint import Checkpoints
+from tinypod.checksums import checksums, flatten
 from tinypod.data.puzzles import Split
 from tinypod.distributed import Cluster
 from tinypod.errors import UserError

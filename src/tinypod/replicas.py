@@ -14,8 +14,9 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tinypod.checkpoint import _checksum, flatten, path_of
+from tinypod.checksums import checksum, flatten
 from tinypod.errors import CorruptionError
+from tinypod.sharding import path_of
 
 _SHOWN = 5  # weights and devices that an error names
 
@@ -29,7 +30,7 @@ def make_replica_check(mesh: Mesh, specs: Any) -> Callable[[Any], None]:
     shardings = {name: NamedSharding(mesh, spec) for name, spec in flat_specs.items()}
 
     def of_this_device(flat: dict[str, Array]) -> Array:
-        sums = jnp.stack([_checksum(flat[name]) for name in flat_specs])
+        sums = jnp.stack([checksum(flat[name]) for name in flat_specs])
         return jax.lax.all_gather(sums, mesh.axis_names)
 
     # Nothing here proves to JAX that the copies are equal (check_vma): that is the question.

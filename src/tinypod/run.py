@@ -188,10 +188,20 @@ def load_state(run: Run, overrides: list[str], checkpoint: str) -> tuple[Experim
         raise CheckpointError(f"{run}: no checkpoint yet; train it first")
     checkpoints = open_checkpoints(run, config, read_only=True)
     step = pick_step(checkpoints, checkpoint, run)
-    experiment = build(config)
-    whole = sharding.replicated(experiment.mesh)  # also where the training batch does not divide over these devices
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), experiment.abstract_state)
-    return experiment, checkpoints.restore(step, abstract)
+    experiment = build(_on_these_devices(config))
+    whole = sharding.replicated(experiment.mesh)  # the training batch may not divide over these devices
+    carry = experiment.abstract_state.carry
+    carry = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), carry)
+    return experiment, checkpoints.restore(step, experiment.abstract_state._replace(carry=carry))
+
+
+def _on_these_devices(config: ExperimentConfig) -> ExperimentConfig:
+    """A run trained on a pod can be looked at on a laptop: a mesh that does not fit gives way to a plain one."""
+    try:
+        config.mesh.shape(jax.device_count())
+        return config
+    except ConfigError:
+        return config.model_copy(update={"mesh": sharding.MeshConfig()})
 
 
 def with_absolute_paths(config: ExperimentConfig) -> ExperimentConfig:

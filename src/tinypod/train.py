@@ -127,7 +127,7 @@ class Loop:
         with self.health.phase("restoring"):
             self.checkpoints = runs.open_checkpoints(self.run, self.config)
             for incomplete in self.checkpoints.incomplete():
-                _warn(self.console, f"{incomplete}; it was left as it is")
+                _warn(self.console, str(incomplete))
             self.state = self._restore_or_init(from_step)
         self.outcome = Outcome(int(self.state.step), best=self.checkpoints.best())
         self.saved, self.saved_at = self.outcome.step, time.monotonic()
