@@ -248,21 +248,24 @@ class Victim:
             return []
         return [int(number) for number in children.split()]
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Of training, in the order of the file; without a last line that is being written."""
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        return [row for row in map(json.loads, lines) if "train/loss" in row]
-
-    def step(self) -> int:
-        """The last that is logged; read often, so only the end of the file is."""
+    def rows(self, tail_bytes: int | None = None) -> list[dict[str, Any]]:
+        """Of training, in the order of the file, or those in its last bytes; a line that is being written is not."""
         try:
             with open(self.folder / "metrics.jsonl", "rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - (tail_bytes or size)))
                 lines = file.read().split(b"\n")[:-1]
-            return int(re.findall(rb'"step": (\d+)', lines[-1])[0]) if lines else 0
-        except (OSError, IndexError):
-            return 0
+        except FileNotFoundError:
+            return []
+        if tail_bytes is not None:
+            lines = lines[1:] if size > tail_bytes else lines  # the first may be half a line
+        return [row for row in map(json.loads, lines) if "train/loss" in row]
+
+    def last_row(self) -> dict[str, Any]:
+        return next(reversed(self.rows(4096)), {"step": 0, "time": 0.0})
+
+    def step(self) -> int:
+        return int(self.last_row()["step"])
 
     # Waiting for it.
 
@@ -305,7 +308,7 @@ class Victim:
                 seen_at = time.time()
             if not seen_at:
                 faults[0].step = max(faults[0].step, self.step())
-            return bool(seen_at) and any(row["time"] > seen_at for row in self.rows()[-1:])
+            return bool(seen_at) and self.last_row()["time"] > seen_at
 
         if self.until(stepping, "the first step after a fault"):
             first = next(row for row in self.rows() if row["time"] > seen_at)
@@ -515,7 +518,7 @@ def _lives_on(victim: Victim, fault: Fault, pids: list[int]) -> None:
     def stepping() -> bool:
         if victim.pids() == pids:
             fault.step = max(fault.step, victim.step())
-        return any(row["time"] > began for row in victim.rows()[-1:])
+        return bool(victim.last_row()["time"] > began)
 
     if victim.until(stepping, "a step after a fault") and victim.pids() != pids:
         first = next(row for row in victim.rows() if row["time"] > began)
@@ -538,21 +541,21 @@ class Kind:
 
 SECONDS = ("health.step_timeout_s=8",)
 KINDS = {
-    "kill": Kind(kill, 0.08),
-    "kill_everything": Kind(kill_everything, 0.07),
+    "kill": Kind(kill, 0.075),
+    "kill_everything": Kind(kill_everything, 0.075),
     "kill_in_save": Kind(kill_in_save, 0.1),
-    "kill_in_restore": Kind(kill_in_restore, 0.08),
-    "sigterm": Kind(sigterm, 0.07),
-    "truncate": Kind(truncate, 0.07),
-    "full_disk": Kind(full_disk, 0.12, faults=4),
-    "refuse": Kind(refuse, 0.14, remote=True),
-    "nan": Kind(None, 0.13, faults=3, overrides=("nonfinite.rollback_after=3",)),
-    "kill_cluster": Kind(kill, 0.02, processes=2),
-    "kill_one": Kind(kill_one, 0.05, processes=2),
-    "sigterm_cluster": Kind(sigterm, 0.02, processes=2),
-    "sigterm_one": Kind(sigterm_one, 0.03, processes=2),
-    "truncate_cluster": Kind(truncate, 0.02, faults=4, processes=2),
-    "sigstop": Kind(sigstop, 0.02, faults=3, processes=2, overrides=SECONDS),
+    "kill_in_restore": Kind(kill_in_restore, 0.075),
+    "sigterm": Kind(sigterm, 0.075),
+    "truncate": Kind(truncate, 0.075),
+    "full_disk": Kind(full_disk, 0.16, faults=4),
+    "refuse": Kind(refuse, 0.15, remote=True),
+    "nan": Kind(None, 0.09, faults=3, overrides=("nonfinite.rollback_after=3",)),
+    "kill_cluster": Kind(kill, 0.025, processes=2),
+    "kill_one": Kind(kill_one, 0.025, processes=2),
+    "sigterm_cluster": Kind(sigterm, 0.025, processes=2),
+    "sigterm_one": Kind(sigterm_one, 0.015, faults=3, processes=2),
+    "truncate_cluster": Kind(truncate, 0.015, faults=3, processes=2),
+    "sigstop": Kind(sigstop, 0.015, faults=3, processes=2, overrides=SECONDS),
 }
 
 

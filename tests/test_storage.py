@@ -1,6 +1,7 @@
 """What lies in an object store is used as if it lay here: against a server that speaks the store's protocol."""
 
 import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import tensorstore
 
 import gcs
 from fixtures import tiny_config, write_4x4
+from test_train import in_a_process
 from tinypod import experiment, run, storage
 from tinypod.data import puzzles
 from tinypod.errors import CheckpointError, DataError, StorageError, UserError
@@ -255,3 +257,20 @@ def test_a_run_in_a_store_is_loaded_on_another_host(store, dataset: str, url: st
     assert loaded.config == config
     for new, old in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
         assert np.array_equal(new, old)
+
+
+def test_a_run_in_a_store_goes_on_on_another_host(store, dataset: str, url: str, monkeypatch, tmp_path: Path) -> None:
+    """Five steps here, five there, with nothing but the store in common: to the bit what one host would have."""
+    for steps, host in (("steps=5", "first"), ("steps=10", "second")):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / host))
+        done = in_a_process(Path("unused"), f"{url}/run", f"data.path={dataset}", steps)
+        assert done.returncode == 0, done.stderr
+    assert "going on from the checkpoint of step 5" in done.stdout
+    done = in_a_process(Path("unused"), tmp_path / "here", f"data.path={dataset}")
+    assert done.returncode == 0, done.stderr
+    states = [run.load_state(run.open_run(where), [], "10")[1] for where in (f"{url}/run", tmp_path / "here")]
+    for new, old in zip(*map(jax.tree.leaves, states), strict=True):
+        assert np.asarray(new).tobytes() == np.asarray(old).tobytes()
+    content = (storage.folder(f"{url}/run") / "metrics.jsonl").read_text()
+    logged = [json.loads(line)["step"] for line in content.splitlines()]
+    assert logged == [2, 4, 5, 5, 6, 8, 10, 10]

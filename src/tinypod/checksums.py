@@ -1,4 +1,4 @@
-"""A number for each array that any changed bit changes: integers, computed where the array lies, the same on any mesh."""
+"""A number for each array that any changed bit changes; integers, computed where it lies, the same on any mesh."""
 
 import functools
 from collections.abc import Iterable
