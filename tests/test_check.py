@@ -335,9 +335,9 @@ def test_processes_with_other_data_are_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_config_that_does_not_load_is_a_table_and_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "console", Console(file=StringIO(), width=100))
+    monkeypatch.setattr(cli.training, "console", Console(file=StringIO(), width=100))
     done = CliRunner().invoke(cli.app, ["check", str(CONFIG), "nonsense=1", "--processes", "2"])
-    shown = cli.console.file.getvalue()
+    shown = cli.training.console.file.getvalue()
     assert done.exit_code == 1
     assert "config and data  FAIL" in shown
     assert "nonsense: unknown key" in shown

@@ -11,7 +11,7 @@ HARNESS = Path(__file__).parents[1] / "benchmarks" / "faults.py"
 def test_runs_end_as_if_nothing_had_happened(tmp_path: Path) -> None:
     """SIGKILL during a save, SIGTERM, and a checkpoint that is cut in half."""
     kinds = ("kill_in_save", "sigterm", "truncate")
-    options = ["--kinds", ",".join(kinds), "--faults", "6", "--a-run", "2", "--jobs", "2", "--out", str(tmp_path)]
+    options = ["--kinds", ",".join(kinds), "--faults", "1", "--a-run", "1", "--steps", "120", "--out", str(tmp_path)]
     done = subprocess.run([sys.executable, HARNESS, *options], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (tmp_path / "results.jsonl").read_text().splitlines()
@@ -21,6 +21,6 @@ def test_runs_end_as_if_nothing_had_happened(tmp_path: Path) -> None:
         assert result["right"], result
         assert result["bad_checkpoints"] == []
         assert result["hand"] == ""
-        assert [fault["kind"] for fault in result["faults"]] == [result["name"].split("-")[0]] * 2
-    assert [fault["lost_steps"] for fault in results["sigterm"]["faults"]] == [0, 0]
+        assert [fault["kind"] for fault in result["faults"]] == [result["name"].split("-")[0]]
+    assert [fault["lost_steps"] for fault in results["sigterm"]["faults"]] == [0]
     assert all(fault["lost_steps"] > 0 for fault in results["truncate"]["faults"])

@@ -1,0 +1,63 @@
+"""The commands: parse, dispatch, print. What they do stands in the modules they call."""
+
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+# isort: off
+from tinypod.cli import training, planning, scoring, files  # noqa: F401  (in the order of --help)
+
+# isort: on
+from tinypod.cli.shared import app, console, errors
+from tinypod.errors import StorageError, UserError
+
+
+def main() -> None:
+    """The console script: a user's error is a message and its exit code, never a traceback."""
+    try:
+        app()
+    except UserError as error:
+        _fail(str(error), error.exit_code)
+    except OSError as error:
+        if error.filename is None and error.strerror is None:
+            raise
+        from tinypod import storage
+
+        again = storage.may_pass(error)
+        message = f"{error.filename or 'a file'}: {error.strerror}"
+        _fail(message, StorageError.exit_code if again else UserError.exit_code)
+    except Exception:
+        if not _in_cluster():
+            raise
+        errors.print_exception()
+        _end(1)
+
+
+def _fail(message: str, exit_code: int = UserError.exit_code) -> None:
+    errors.print("[bold red]error:[/] ", end="")
+    errors.print(message, markup=False, highlight=False, soft_wrap=True)
+    _end(exit_code)
+
+
+def _end(exit_code: int) -> None:
+    if _in_cluster():
+        from tinypod import distributed
+
+        distributed.end_now(exit_code)  # without waiting for processes that cannot come
+    sys.exit(exit_code)
+
+
+def _in_cluster() -> bool:
+    module = sys.modules.get("tinypod.distributed")
+    return module is not None and module.is_started()
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if show_version:
+        console.print(f"tinypod {version('tinypod')}", highlight=False)
+        raise typer.Exit

@@ -1,0 +1,111 @@
+"""Commands that read and write files of others: datasets and weights."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tinypod.cli.shared import (
+    CheckpointOption,
+    Overrides,
+    RunFolder,
+    WeightsOption,
+    console,
+    data_app,
+    weights_app,
+)
+
+
+@data_app.command("sudoku")
+def data_sudoku(
+    out: Annotated[Path, typer.Argument(help="The dataset folder to make.")],
+    train_csv: Annotated[Path | None, typer.Option("--train-csv", help="The official train.csv.")] = None,
+    test_csv: Annotated[Path | None, typer.Option("--test-csv", help="The official test.csv.")] = None,
+    generate: Annotated[bool, typer.Option("--generate", help="Make puzzles up instead of reading them.")] = False,
+    train_size: Annotated[
+        int, typer.Option("--train-size", min=1, help="Training puzzles, drawn with the seed.")
+    ] = 1000,
+    test_size: Annotated[
+        int | None,
+        typer.Option("--test-size", min=1, help="Held-out puzzles; default: all there are, or 1000 made up."),
+    ] = None,
+    box: Annotated[
+        str, typer.Option(help="Rows x columns of a box: 3x3 is the usual 9×9, 2x3 a 6×6, 2x2 a 4×4.")
+    ] = "3x3",
+    clues: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --generate: at least this many clues; default: as few as can be."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Chooses the subsample, or the puzzles made up.")] = 0,
+) -> None:
+    """Sudoku puzzles with exactly one solution each.
+
+    From the Hugging Face hub (Sudoku-Extreme), from local CSVs with `--train-csv` and `--test-csv`, or made up with
+    `--generate`. Rows that are no valid puzzle are refused with their line number.
+
+    Examples: `tinypod data sudoku data/sudoku --train-size 1000` ·
+    `tinypod data sudoku data/small --generate --box 2x2 --clues 6 --train-size 200 --test-size 100`
+    """
+    from tinypod.data import build
+
+    info = build.build_sudoku(
+        out,
+        train_csv=train_csv,
+        test_csv=test_csv,
+        generate=generate,
+        train_size=train_size,
+        test_size=test_size,
+        box=build.parse_box(box),
+        clues=clues,
+        seed=seed,
+        console=console,
+    )
+    build.describe(out, info, console)
+
+
+@data_app.command("import")
+def data_import(
+    folder: Annotated[Path, typer.Argument(help="A folder that the TRM authors' scripts made (train/, test/).")],
+    out: Annotated[Path, typer.Argument(help="The dataset folder to make.")],
+) -> None:
+    """Read the TRM authors' converted datasets (`train/all__inputs.npy` and so on)."""
+    from tinypod.data import build, puzzles
+
+    info, splits = puzzles.import_authors_folder(folder)
+    build.describe(out, puzzles.write_dataset(out, info, splits), console)
+
+
+@weights_app.command("export")
+def weights_export(
+    run: RunFolder,
+    out: Annotated[Path, typer.Argument(help="The PyTorch file to write.")],
+    checkpoint: CheckpointOption = "best",
+    weights: WeightsOption = None,
+) -> None:
+    """Write a run's weights as the TRM authors' PyTorch state dict."""
+    from tinypod import run as runs
+    from tinypod.models import torch_weights
+    from tinypod.step import evaluation_params
+
+    experiment, state = runs.load_state(runs.open_run(run), [], checkpoint)
+    weights = weights or experiment.config.eval.weights
+    torch_weights.write_state_dict(out, torch_weights.to_state_dict(evaluation_params(state, weights)))
+    console.print(f"wrote {out}: step {int(state.step)}, {weights} weights", highlight=False)
+
+
+@weights_app.command("import")
+def weights_import(
+    weights_file: Annotated[Path, typer.Argument(metavar="WEIGHTS", help="The authors' state dict, a PyTorch file.")],
+    config: Annotated[Path, typer.Argument(help="The config of that model.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run folder to make, local or gs://.")],
+    overrides: Overrides = None,
+) -> None:
+    """Make a run folder from the TRM authors' PyTorch weights, to evaluate, solve with, or train further."""
+    from tinypod import config as configs
+    from tinypod import run as runs
+    from tinypod.experiment import ExperimentConfig
+    from tinypod.models import torch_weights
+
+    resolved = configs.load(config, overrides or [], ExperimentConfig)
+    runs.create_from_params(runs.open_run(run), resolved, torch_weights.read_state_dict(weights_file))
+    console.print(f"{run}: a run at step 0 with the weights of {weights_file}", highlight=False)

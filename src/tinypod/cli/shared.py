@@ -1,0 +1,63 @@
+"""What the commands share: the app and its groups, the two consoles, options that several commands take."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Train tiny recursive reasoning models: one command for a laptop, a GPU or a TPU pod.",
+)
+data_app = typer.Typer(no_args_is_help=True, help="Build, generate and import datasets.")
+weights_app = typer.Typer(no_args_is_help=True, help="PyTorch weights in and out.")
+runs_app = typer.Typer(no_args_is_help=True, help="Look at runs.")
+app.add_typer(data_app, name="data")
+app.add_typer(weights_app, name="weights")
+app.add_typer(runs_app, name="runs")
+
+console = Console()
+errors = Console(stderr=True)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[a.b=value]...",
+        help="Config keys to change, like `steps=1000` or `model.mixing.kind=attention`.",
+    ),
+]
+RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its gs:// URL.")]
+WeightsOption = Annotated[
+    Literal["ema", "live"] | None, typer.Option("--weights", help="Which weights; default: the config's eval.weights.")
+]
+Processes = Annotated[
+    int | None,
+    typer.Option(min=1, help="Rehearse a pod: so many processes on this machine's CPU, by the same code as on a pod."),
+]
+DevicesPerProcess = Annotated[int, typer.Option(min=1, help="With --processes: CPU devices in each.")]
+Coordinator = Annotated[
+    str | None,
+    typer.Option(help="HOST:PORT of process 0, where JAX does not detect the cluster [env: TINYPOD_COORDINATOR]."),
+]
+NumProcesses = Annotated[int | None, typer.Option(help="Processes in all [env: TINYPOD_NUM_PROCESSES].")]
+ProcessId = Annotated[int | None, typer.Option(help="This one's number, from 0 [env: TINYPOD_PROCESS_ID].")]
+CheckpointOption = Annotated[str, typer.Option("--checkpoint", help="Which one: `best`, `latest` or a step.")]
+
+
+def load_config(config: str, overrides: list[str] | None) -> Any:
+    """The config of a file, or of a run."""
+    from tinypod import config as configs
+    from tinypod import run as runs
+    from tinypod import storage
+    from tinypod.experiment import ExperimentConfig
+
+    path = Path(config)
+    if storage.is_remote(config):
+        stored = runs.open_run(config)
+        stored.pull()
+        path = stored.folder
+    return configs.load(path / runs.CONFIG if path.is_dir() else path, overrides or [], ExperimentConfig)

@@ -1,0 +1,167 @@
+"""TPU slices: facts about hardware, as data. Nothing here needs a TPU or the compiler; a test holds both against it.
+
+A name counts different things: v4-64, v5p-64 and tpu7x-64 have 64 TensorCores, two to a chip; v5e-64 and v6e-64 have 64
+chips. JAX sees one device a chip, on tpu7x one a TensorCore.
+"""
+
+import difflib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from tinypod.errors import UserError
+
+GIB, GB, TERA = 2**30, 1e9, 1e12
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One kind of chip. Bandwidths are bytes a second; `ici_link` is one direction of one link, None if not known."""
+
+    name: str
+    compiler_name: str  # in the names of the compiler's topologies
+    chip_config: str | None  # which of the compiler's settings a Cloud TPU runs with, where its default is another
+    cores_per_chip: int
+    devices_per_chip: int
+    names_count_cores: bool
+    hbm_bytes: float  # of a chip, as sold
+    usable_bytes: float  # of a device, as the compiler allows
+    peak_bf16: float  # FLOP/s of a chip
+    hbm_bandwidth: float
+    ici_link: float | None
+    ici_links: int
+
+
+GENERATIONS = {
+    generation.name: generation
+    for generation in (
+        # Cloud TPU v4 runs `megacore`: both cores of a chip are one device. The compiler's default is two.
+        Generation("v4", "v4", "megacore", 2, 1, True, 32 * GIB, 30.75 * GIB, 275 * TERA, 1200 * GB, 45 * GB, 6),
+        Generation("v5e", "v5e", None, 1, 1, False, 16 * GIB, 15.75 * GIB, 197 * TERA, 819 * GB, 45 * GB, 4),
+        Generation("v5p", "v5p", None, 2, 1, True, 95 * GIB, 95.74 * GIB, 459 * TERA, 2765 * GB, 90 * GB, 6),
+        Generation("v6e", "v6e", None, 1, 1, False, 32 * GIB, 31.25 * GIB, 918 * TERA, 1638 * GB, 90 * GB, 4),
+        # HBM bandwidth from the compiler's roofline; no document was checked.
+        Generation("tpu7x", "tpu7x", None, 2, 2, True, 192 * GIB, 94.75 * GIB, 2307 * TERA, 7372 * GB, None, 6),
+    )
+}
+
+_CUBES = {
+    8: (2, 2, 1),
+    16: (2, 2, 2),
+    32: (2, 2, 4),
+    64: (2, 4, 4),
+    128: (4, 4, 4),
+    256: (4, 4, 8),
+    512: (4, 8, 8),
+    1024: (8, 8, 8),
+}
+_LARGE_CUBES = {384: (4, 4, 12), 1536: (8, 8, 12), 2048: (8, 8, 16), 4096: (8, 16, 16)}
+_PLANES = {
+    1: (1, 1, 1),
+    4: (2, 2, 1),
+    8: (2, 4, 1),
+    16: (4, 4, 1),
+    32: (4, 8, 1),
+    64: (8, 8, 1),
+    128: (8, 16, 1),
+    256: (16, 16, 1),
+}
+_TOPOLOGIES = {
+    "v4": _CUBES | _LARGE_CUBES,
+    "v5e": _PLANES,
+    "v5p": _CUBES | _LARGE_CUBES | {8192: (16, 16, 16), 12288: (16, 16, 24)},
+    "v6e": _PLANES,
+    "tpu7x": _CUBES,
+}
+_ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "v5": "v5p", "v7x": "tpu7x", "v7": "tpu7x"}
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A slice that can be asked for."""
+
+    name: str
+    generation: Generation
+    topology: tuple[int, int, int]  # chips along each axis
+    host_bounds: tuple[int, int, int]  # chips of one host along each axis
+
+    @property
+    def chips(self) -> int:
+        return math.prod(self.topology)
+
+    @property
+    def hosts(self) -> int:
+        """Virtual machines, which are JAX's processes."""
+        return self.chips // math.prod(self.host_bounds)
+
+    @property
+    def devices(self) -> int:
+        """What `jax.devices()` has."""
+        return self.chips * self.generation.devices_per_chip
+
+    @property
+    def devices_per_host(self) -> int:
+        return self.devices // self.hosts
+
+    @property
+    def peak_bf16(self) -> float:
+        return self.chips * self.generation.peak_bf16
+
+    @property
+    def topology_name(self) -> str:
+        """As people write it: planes without their third axis."""
+        sizes = self.topology[:2] if self.generation.ici_links == 4 else self.topology
+        return "x".join(map(str, sizes))
+
+    def topology_arguments(self) -> dict[str, Any]:
+        """For `jax.experimental.topologies.get_topology_desc`."""
+        generation = self.generation
+        arguments: dict[str, Any] = {
+            "platform": "tpu",
+            "topology_name": f"{generation.compiler_name}:{'x'.join(map(str, self.topology))}",
+            "chips_per_host_bounds": self.host_bounds,
+            "num_slices": 1,
+        }
+        return arguments | ({"chip_config_name": generation.chip_config} if generation.chip_config else {})
+
+    def check_claims(self, *, chips: int | None = None, hosts: int | None = None, devices: int | None = None) -> None:
+        """What somebody believes about the slice; an error that puts it right."""
+        claims = {"chips": chips, "hosts": hosts, "devices": devices}
+        wrong = [f"{value} {name}" for name, value in claims.items() if value not in (None, getattr(self, name))]
+        if wrong:
+            raise UserError(f"{self.name} does not have {' and '.join(wrong)}: {self.describe()}")
+
+    def describe(self) -> str:
+        generation = self.generation
+        named = "TensorCores" if generation.names_count_cores else "chips"
+        each = "chip" if generation.devices_per_chip == 1 else "TensorCore"
+        return (
+            f"the {self.name.rpartition('-')[2]} in its name counts {named}; it has {self.chips} chips on {self.hosts} "
+            f"host{'s' if self.hosts > 1 else ''}, and JAX sees {self.devices} devices, one a {each}"
+        )
+
+
+def all_slices() -> list[Slice]:
+    return [_make(generation, size) for generation, sizes in _TOPOLOGIES.items() for size in sorted(sizes)]
+
+
+def find_slice(name: str) -> Slice:
+    """By its name: v4-64, v5e-8 (also v5litepod-8), v6e-4."""
+    kind, _, size = name.strip().lower().rpartition("-")
+    kind = _ALIASES.get(kind, kind)
+    if kind not in _TOPOLOGIES:
+        near = difflib.get_close_matches(f"{kind}-{size}", [known.name for known in all_slices()], n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"generations: {', '.join(_TOPOLOGIES)}"
+        raise UserError(f"{name}: no such TPU slice; {hint} `tinypod slices` lists them all")
+    if not size.isdecimal() or int(size) not in _TOPOLOGIES[kind]:
+        sizes = ", ".join(f"{kind}-{known}" for known in sorted(_TOPOLOGIES[kind]))
+        raise UserError(f"{name}: no such TPU slice; {kind} comes as {sizes}")
+    return _make(kind, int(size))
+
+
+def _make(kind: str, size: int) -> Slice:
+    generation, topology = GENERATIONS[kind], _TOPOLOGIES[kind][size]
+    bounds = (2, 2, 1)
+    if not generation.names_count_cores and size in (1, 8):  # one host with one chip, or with eight
+        bounds = topology
+    return Slice(f"{kind}-{size}", generation, topology, bounds)
