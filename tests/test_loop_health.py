@@ -1,19 +1,23 @@
 """What the loop does when something around it goes wrong: disks, memory, compilers, checkpoints."""
 
+import errno
+import os
 import resource
 import shutil
+import signal
 from io import StringIO
 from pathlib import Path
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from rich.console import Console
 
 from fixtures import tiny_config, write_4x4
 from test_train import assert_same_states, in_a_process, rows, state_at
 from tinypod import goodput, health, run, train
-from tinypod.errors import CorruptionError, RecompileError, StorageError
+from tinypod.errors import CorruptionError, DamagedError, RecompileError, StorageError
 
 STEPS = ("steps=8", "checkpoint.every_steps=2", "eval.every_steps=null", "log.every_steps=1")
 
@@ -103,9 +107,7 @@ def test_under_supervision_a_damaged_checkpoint_is_set_aside(
     data: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(straight, tmp_path / "run")
-    for path in (tmp_path / "run" / "checkpoints" / "8" / "state").rglob("*"):
-        if path.is_file() and path.stat().st_size > 5000:
-            path.write_bytes(path.read_bytes()[:1000])
+    damage(tmp_path / "run" / "checkpoints" / "8")
     monkeypatch.setenv(train.SUPERVISED, "1")
     output = trained(data, tmp_path / "run")
     assert "is damaged" in output
@@ -113,6 +115,65 @@ def test_under_supervision_a_damaged_checkpoint_is_set_aside(
     assert (tmp_path / "run" / "checkpoints_set_aside" / "8").is_dir()
     assert_same_states(*(state_at(data, folder, 8) for folder in (straight, tmp_path / "run")))
     assert goodput.summarise(tmp_path / "run").lost_steps == 2
+
+
+def damage(folder: Path) -> None:
+    for path in (folder / "state").rglob("*"):
+        if path.is_file() and path.stat().st_size > 5000:
+            path.write_bytes(path.read_bytes()[:1000])
+
+
+def test_the_only_checkpoint_is_not_given_up_even_under_supervision(
+    data: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(straight, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
+    damage(tmp_path / "run" / "checkpoints" / "8")
+    monkeypatch.setenv(train.SUPERVISED, "1")
+    with pytest.raises(DamagedError, match="there is none before it"):
+        trained(data, tmp_path / "run")
+    assert (tmp_path / "run" / "checkpoints" / "8").is_dir()
+
+
+def test_a_read_that_the_system_refuses_condemns_no_checkpoint(
+    data: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(straight, tmp_path / "run")
+    monkeypatch.setenv(train.SUPERVISED, "1")
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(ocp.CheckpointManager, "restore", refused)
+    with pytest.raises(StorageError, match="cannot be read now"):
+        trained(data, tmp_path / "run")
+    assert not (tmp_path / "run" / "checkpoints_set_aside").exists()
+
+
+def test_an_evaluation_that_a_stop_cut_off_at_the_end_is_made_up_for(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = train.Evaluator.__call__
+
+    def interrupted(self, params, progress=None):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, params, progress)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(train.Evaluator, "__call__", interrupted)
+        trained(data, tmp_path / "run")
+    assert not any("eval/puzzles" in row for row in rows(tmp_path / "run"))
+    for _ in range(2):  # once, not twice
+        trained(data, tmp_path / "run")
+        assert [row["step"] for row in rows(tmp_path / "run") if "eval/puzzles" in row] == [8]
+
+
+def test_the_host_is_never_far_ahead_of_the_device(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+    original = jax.block_until_ready
+    monkeypatch.setattr(train.jax, "block_until_ready", lambda x: waited.append(1) or original(x))
+    trained(data, tmp_path / "run", "log.every_steps=8", "checkpoint.every_steps=null")
+    assert len(waited) >= 8 - train.QUEUED
 
 
 def recompiling(monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
@@ -133,6 +194,7 @@ def test_a_compile_after_warm_up_stops_the_run_and_says_what_changed(
     with pytest.raises(RecompileError, match=r"float32\[3\].*float32\[4\]"):
         trained(data, tmp_path / "run")
     assert health.read_heartbeats(tmp_path / "run" / "health")[0].step == 5
+    assert (tmp_path / "run" / "checkpoints" / "5").is_dir()  # what was trained is sound
 
 
 def test_a_compile_after_warm_up_can_be_let_through(

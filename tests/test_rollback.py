@@ -99,3 +99,27 @@ def test_a_state_that_cannot_be_saved_by_rollbacks_ends_the_run(data: Path, tmp_
         )
     assert len(json.loads((tmp_path / "run" / rollback.FILE).read_text())) == 2
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def test_no_checkpoint_from_among_bad_steps_takes_the_place_of_a_good_one(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saves every 2 steps, two are kept, six bad steps: the one of step 4 must still be there."""
+    monkeypatch.setattr(experiment, "build_task", poisoned(experiment.build_task, 0, set(range(5, 11))))
+    few = ("nonfinite.rollback_after=6", "checkpoint.every_steps=2", "checkpoint.keep_last=2", "log.every_steps=1")
+    assert "back from step 11 to step 4" in trained(data, tmp_path / "run", *few)
+
+
+def test_a_rollback_to_the_beginning_keeps_weights_that_were_given(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(data, *SETTINGS)
+    built = experiment.build(config)
+    state = built.init()
+    state = state._replace(params=state.params | {"head": state.params["head"] * 0 + 7})
+    checkpoints = run.open_checkpoints(run.Run(tmp_path / "run"), config)
+    checkpoints.save(state, run.about(built))
+    checkpoints.close()
+    monkeypatch.setattr(experiment, "build_task", poisoned(experiment.build_task, 0, {0, 1}))
+    trained(data, tmp_path / "run", "nonfinite.rollback_after=2", "log.every_steps=1", "optimizer.learning_rate=0.0")
+    assert (state_at(data, tmp_path / "run", 12)["params.head"] == 7).all()

@@ -10,10 +10,12 @@ With several processes each constructs `Checkpoints` and makes the same calls of
 set_aside_after in the same order; process 0 alone moves and removes. They meet at barriers that have deadlines.
 """
 
+import errno
 import functools
 import json
 import logging
 import math
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -38,7 +40,8 @@ from tinypod.step import TrainState
 SET_ASIDE = "checkpoints_set_aside"
 CHECKSUMS = "checksums"  # the leaf beside the state's own
 DELETED = "deleted"  # where a local checkpoint waits for its removal: half a checkpoint must not bear a step's name
-MARKER = "commit_success.txt"
+MARKER = storage.MARKER
+REFUSED = re.compile(r"PERMISSION_DENIED|RESOURCE_EXHAUSTED|Permission denied|Too many open|Input/output error")
 UNFINISHED = ".orbax-checkpoint-tmp"
 
 
@@ -269,7 +272,12 @@ class Checkpoints:
             ) from error
 
     def _reopen(self) -> None:
-        """After a failure the manager remembers steps that it did not save; what counts is what is there."""
+        """After a failure the manager remembers steps that it did not save; what counts is what is there.
+
+        Not with several processes: opening is for all of them, a failure may be one's own, and their run ends with it.
+        """
+        if _processes() is not None:
+            return
         if self._manager is not None:
             with suppress(Exception):
                 self._manager.close()
@@ -306,10 +314,10 @@ class Checkpoints:
             items = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), info=ocp.args.JsonRestore())
             with self._reader() as reader:
                 restored = reader.restore(step, args=items)["state"]
-            expected = jax.device_get(restored.pop(CHECKSUMS))
-            found = jax.device_get(checksums(restored))
         except Exception as error:  # Orbax and TensorStore raise bare Exceptions too
             raise self._unreadable(step, error) from error
+        expected = jax.device_get(restored.pop(CHECKSUMS))
+        found = jax.device_get(checksums(restored))  # of all processes: one that is gone is no fault of the files
         wrong = [name for name, a, b in zip(names, found, expected, strict=True) if a != b]
         if wrong:
             raise self._damaged(step, f"the contents of {', '.join(wrong[:3])} are not what was saved")
@@ -365,7 +373,7 @@ class Checkpoints:
         if error is not None:
             raise error
         if told:
-            raise OSError(f"process 0: {told}")
+            raise StorageError(f"{self.folder}: process 0 could not do its part: {told}")
 
     def _check_exists(self, step: int) -> None:
         if step not in self.steps():
@@ -397,8 +405,11 @@ class Checkpoints:
         if CHECKSUMS not in stored:
             raise self._damaged(step, f"it has no {CHECKSUMS}")
 
-    def _unreadable(self, step: int, error: Exception) -> UserError:
-        if self._is_outage(error):
+    def _unreadable(self, step: int, error: Exception) -> Exception:
+        """What a failed read means. A checkpoint is called damaged only where nothing else can be the reason."""
+        if isinstance(error, jax.errors.JaxRuntimeError | MemoryError):
+            return error
+        if self._is_outage(error) or _may_pass(error):
             path, why = self.folder / str(step), storage.reason(error)
             return StorageError(f"{path} cannot be read now: {why}. It was left as it is; start again later")
         return self._damaged(step, storage.first_line(error))
@@ -415,6 +426,17 @@ class Checkpoints:
 
     def _is_outage(self, error: Exception) -> bool:
         return self._remote and storage.is_outage(error)
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Whether a file system that refused (no rights, no handles, no network) is behind an error."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+            return True
+        if REFUSED.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _was_cut_off(path: epath.Path) -> bool:

@@ -385,9 +385,9 @@ class Stop:
     def requested(self) -> bool:
         """True on all processes at the same call, and from then on. All of them must call it equally often."""
         if self.by is None and self.cluster.count > 1 and _Preemption.reached():
+            # SIGTERM stays with JAX, which swallows it from now on: the hosts of a pod are not told at the same moment,
+            # and another one's first must not end a process that saves.
             self.by = signal.SIGTERM
-            # What is left is to save. JAX's handler would swallow a second SIGTERM; this one ends the process.
-            signal.signal(signal.SIGTERM, self._end)
         return self.by is not None
 
     def note(self, number: int, _: object) -> None:
@@ -408,7 +408,8 @@ class Stop:
 
 @contextmanager
 def stop_on_signals(cluster: Cluster) -> Iterator[Stop]:
-    """SIGINT and SIGTERM end the run after the step at hand, with a checkpoint; a second one ends it at once.
+    """SIGINT and SIGTERM end the run after the step at hand, with a checkpoint; a second one ends it at once,
+    where there is one process.
 
     In a cluster SIGTERM belongs to JAX: since `start`, a handler of its own in C++ notes it, tells all processes
     within a second, and lets them agree on the call of `requested` at which all stop. A handler of Python's here would

@@ -22,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -119,7 +119,7 @@ class Health:
     """The phases of this process, its heartbeat and its deadlines, from `__enter__` to `__exit__`.
 
     `phase`, `beat` and `timed` are for one thread, the loop's. `publish(name, data)` takes a copy of the heartbeat to
-    where the run's folder is an object store.
+    where the run's folder is an object store; `fetch()` brings those of the other hosts from there.
     """
 
     def __init__(
@@ -130,13 +130,14 @@ class Health:
         config: HealthConfig | None = None,
         ledger: Ledger | None = None,
         publish: Callable[[str, bytes], None] | None = None,
+        fetch: Callable[[], None] | None = None,
         *,
         exit: Callable[[int], object] = os._exit,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder, self.process, self.count = folder, process, count
         self.config, self.ledger = config or HealthConfig(), ledger
-        self._publish, self._exit, self._monotonic = publish, exit, monotonic
+        self._publish, self._fetch, self._exit, self._monotonic = publish, fetch, exit, monotonic
         self._lock = threading.Lock()  # phase, since and ledger change together
         self._io_lock = threading.Lock()
         self._phases: list[Phase] = ["starting"]
@@ -279,7 +280,8 @@ class Health:
         if self._publish is not None and now - self._published_at >= _PUBLISH_INTERVAL_S:
             self._published_at = now
             with self._complaining_once():
-                self._publish(f"{FOLDER}/{self.path.name}", data)
+                copy = replace(self._heartbeat(self._ended_now()), every_s=_PUBLISH_INTERVAL_S)
+                self._publish(f"{FOLDER}/{self.path.name}", _encode(copy))
                 if self.ledger is not None:
                     self._publish(self.ledger.path.name, self.ledger.encode())
 
@@ -350,6 +352,9 @@ class Health:
 
     def _beats_of_all(self) -> list[Heartbeat]:
         """The files of the others, and what this process knows of itself."""
+        if self._fetch is not None:
+            with self._complaining_once():
+                self._fetch()
         others = [b for b in read_heartbeats(self.folder) if b.process < self.count and b.process != self.process]
         return sorted([self._heartbeat(None), *others], key=lambda beat: beat.process)
 

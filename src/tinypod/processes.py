@@ -7,11 +7,12 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from rich.console import Console
 
-from tinypod import distributed, health, launch
+from tinypod import distributed, goodput, health, launch
 from tinypod.distributed import Cluster
 from tinypod.health import HealthConfig
 from tinypod.metrics import MetricsLog
@@ -31,7 +32,7 @@ def join_cluster(
 
 def train_apart(
     arguments: list[str],
-    at_first: list[str],
+    from_step: int | None,
     run: Run,
     console: Console,
     *,
@@ -39,20 +40,27 @@ def train_apart(
     devices_per_process: int,
     supervise: bool,
 ) -> int:
-    """`tinypod ARGUMENTS` in processes of its own, `at_first` added the first time only; the exit code."""
+    """`tinypod ARGUMENTS` in processes of its own, with `--from-step` until it was obeyed; the exit code."""
 
     def run_once() -> int:
-        argv = [sys.executable, "-m", "tinypod", *arguments, *at_first]
-        at_first.clear()
+        argv = [sys.executable, "-m", "tinypod", *arguments]
+        if from_step is not None and not _began_at(run, from_step, after=started):
+            argv += ["--from-step", str(from_step)]
         logs = run.folder / "logs"
         if processes is None:
             return launch.run_child(argv, logs, output=console)
         return launch.launch(argv, processes, devices_per_process, logs, output=console)
 
+    started = time.time()
     if not supervise:
         return run_once()
     os.environ[SUPERVISED] = "1"
     return launch.supervise(run_once, lambda: _last_step(run), console=console)
+
+
+def _began_at(run: Run, step: int, after: float) -> bool:
+    attempts = goodput.read_attempts(run.folder) if (run.folder / goodput.FILE).exists() else []
+    return any(attempt.started >= after and attempt.first_step == step for attempt in attempts)
 
 
 def _last_step(run: Run) -> int | None:

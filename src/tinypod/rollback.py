@@ -44,7 +44,7 @@ class Rollbacks:
             raise UserError(
                 f"{self.path}: not a list of rollbacks ({error}); mend it, or remove it to forget them"
             ) from None
-        self._row = 0  # steps in a row that were not finite, up to the last one noted
+        self.in_a_row = 0  # steps that were not finite, up to the last one noted
 
     @property
     def allowed(self) -> bool:
@@ -54,14 +54,14 @@ class Rollbacks:
         """Whether each step after `before` was skipped; the steps that ask for a rollback, if these do."""
         found = None
         for step, bad in enumerate(skipped, start=before + 1):
-            self._row = self._row + 1 if bad else 0
-            if self._row >= self.config.rollback_after:
-                found = BadSteps(step - self._row + 1, step)
+            self.in_a_row = self.in_a_row + 1 if bad else 0
+            if self.in_a_row >= self.config.rollback_after:
+                found = BadSteps(step - self.in_a_row + 1, step)
         return found
 
     def add(self, bad: BadSteps, target: int) -> None:
         """Leave the batches of those steps out; the run goes back to the step `target`."""
-        self._row = 0
+        self.in_a_row = 0
         first = self._number(bad.first - 1)
         self.done.append(
             {"time": time.time(), "steps": [bad.first, bad.last], "back_to": target}

@@ -6,6 +6,8 @@ checkpoint holds is in the store's `metrics.jsonl` before the checkpoint is visi
 """
 
 import fcntl
+import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from tinypod import config as configs
-from tinypod import sharding, storage
+from tinypod import health, sharding, storage
 from tinypod.checkpoint import SET_ASIDE, Checkpoints
 from tinypod.errors import CheckpointError, ConfigError, UserError
 from tinypod.experiment import Experiment, ExperimentConfig, build
@@ -26,7 +28,7 @@ from tinypod.step import TrainState
 
 CONFIG, CHECKPOINTS, LOCK = "config.yaml", "checkpoints", ".lock"
 NOT_PUSHED = (CHECKPOINTS, SET_ASIDE, "wandb")  # W&B keeps its own copy, and many files
-NOT_PULLED = (*NOT_PUSHED, "tensorboard", "profile")  # what a run writes and does not read
+NOT_PULLED = (*NOT_PUSHED, "tensorboard", "profile", "logs")  # what a run writes and does not read
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,13 @@ class Run:
     def checkpoints(self) -> Path | str:
         return self.folder / CHECKPOINTS if self.remote is None else f"{self.remote}/{CHECKPOINTS}"
 
-    def pull(self) -> None:
-        """Make the working folder equal to the store, once per host and before `lock`.
+    def pull(self, locked: bool = False) -> None:
+        """Make the working folder equal to the store, once per host; `locked` by whoever holds `lock`.
 
         What an earlier life of the run left here and did not push is dropped: no checkpoint knows of it. While the run
         is being trained on this host its working folder is ahead of the store, and stays as it is.
         """
-        if self.remote is None or self._is_locked():
+        if self.remote is None or (not locked and self._is_locked()):
             return
         with storage.explained(self.remote):
             there = storage.folder(self.remote)
@@ -60,6 +62,17 @@ class Run:
             for name in names:
                 self._write(name, (there / name).read_bytes())
                 self._in_store[name] = self._stamp(name)
+
+    def pull_heartbeats(self) -> None:
+        """Those of other hosts, where they are newer than what is here; also while the run is being trained."""
+        if self.remote is None:
+            return
+        with storage.explained(self.remote):
+            there = storage.folder(self.remote) / health.FOLDER
+            for path in there.glob("process_*.json") if there.exists() else []:
+                content, here = path.read_bytes(), self.folder / health.FOLDER / path.name
+                if _time(content) > (_time(here.read_bytes()) if here.exists() else 0.0):
+                    self._write(f"{health.FOLDER}/{path.name}", content)
 
     def push(self) -> None:
         """Copy the small files that have changed since the last push to the store."""
@@ -109,6 +122,13 @@ class Run:
                 folders[:] = [name for name in folders if name not in without]
             names += [str(relative / name) for name in files if not name.endswith((LOCK, ".partial", ".tmp"))]
         return sorted(names)
+
+
+def _time(heartbeat: bytes) -> float:
+    try:
+        return float(json.loads(heartbeat)["time"])
+    except (ValueError, KeyError, TypeError):
+        return 0.0
 
 
 def open_run(target: str | Path) -> Run:
@@ -173,6 +193,7 @@ def open_checkpoints(run: Run, config: ExperimentConfig, read_only: bool = False
         best_mode=best.mode if best else "max",
         keep_every_hours=config.checkpoint.keep_every_hours,
         read_only=read_only,
+        timeout_s=math.ceil(config.health.save_timeout_s),
     )
 
 

@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tinypod import goodput, health
+from tinypod import goodput, health, storage
 from tinypod.goodput import duration
 from tinypod.health import Heartbeat
 
@@ -45,9 +45,11 @@ class RunStatus:
     summary: str
 
 
-def read_status(run_folder: Path, now: float) -> RunStatus:
-    """Of a run that may be running, ended or dead; reads files only."""
+def read_status(run_folder: Path, now: float, checkpoints: Path | str | None = None) -> RunStatus:
+    """Of a run that may be running, ended or dead; reads files only. `checkpoints`: where they are, if not beside."""
     beats = health.read_heartbeats(run_folder / health.FOLDER)
+    count = beats[0].count if beats and beats[0].process == 0 else 0
+    beats = [beat for beat in beats if not count or beat.process < count]  # not of an earlier start with more
     processes = judge(beats, now)
     known = {beat.process for beat in beats}
     missing = [i for i in range(max((beat.count for beat in beats), default=0)) if i not in known]
@@ -56,7 +58,7 @@ def read_status(run_folder: Path, now: float) -> RunStatus:
         processes=processes,
         missing=missing,
         steps=steps,
-        checkpoints=_checkpoint_steps(run_folder),
+        checkpoints=_checkpoint_steps(checkpoints or run_folder / "checkpoints"),
         goodput=goodput.summarise(run_folder),
         summary=_summary(processes, missing, steps, now),
     )
@@ -100,9 +102,9 @@ def _steps_since(beat: Heartbeat, furthest: Heartbeat) -> float:
     return 1000 * elapsed_s / max(step_ms, 1e-3)
 
 
-def render_status(run_folder: Path, now: float) -> RenderableType:
+def render_status(run_folder: Path, now: float, checkpoints: Path | str | None = None) -> RenderableType:
     """For a terminal of 100 columns."""
-    status = read_status(run_folder, now)
+    status = read_status(run_folder, now, checkpoints)
     parts: list[RenderableType] = [Text(status.summary, style="bold")]
     if status.processes:
         parts.append(_table(status, now))
@@ -112,9 +114,9 @@ def render_status(run_folder: Path, now: float) -> RenderableType:
     return Group(*parts, goodput.render(status.goodput))
 
 
-def as_json(run_folder: Path, now: float) -> dict[str, Any]:
+def as_json(run_folder: Path, now: float, checkpoints: Path | str | None = None) -> dict[str, Any]:
     """The same for programs; times are Unix seconds."""
-    status = read_status(run_folder, now)
+    status = read_status(run_folder, now, checkpoints)
     processes = [
         {**asdict(process.heartbeat), "lag": process.lag, "verdict": process.verdict, "alive": process.alive}
         for process in status.processes
@@ -215,8 +217,11 @@ def _configured_steps(run_folder: Path) -> int | None:
     return steps if isinstance(steps, int) else None
 
 
-def _checkpoint_steps(run_folder: Path) -> list[int]:
-    folder = run_folder / "checkpoints"
-    if not folder.is_dir():
-        return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_dir())
+def _checkpoint_steps(where: Path | str) -> list[int]:
+    with storage.explained(where):
+        folder = storage.folder(where)
+        if not folder.is_dir():
+            return []
+        found = [path for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()]
+        complete = [path for path in found if not storage.is_remote(where) or (path / storage.MARKER).exists()]
+        return sorted(int(path.name) for path in complete)

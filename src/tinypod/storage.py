@@ -31,6 +31,8 @@ from tinypod.errors import DataError, StorageError, UserError
 from tinypod.progress import counting
 
 SCHEME = "gs://"
+MARKER = "commit_success.txt"  # in a checkpoint that is complete
+LOCK_PATIENCE_S = 1800.0  # while another process fetches a dataset
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 16.0
 REQUEST_TIMEOUT_S = 120.0  # one request for a small file; a store may hang as well as refuse
 CHUNK_BYTES = 1 << 20
@@ -273,9 +275,19 @@ def _sha256(path: Path) -> str | None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Waits for its turn; the kernel drops the lock with the process."""
+    """Waits for its turn, within reason; the kernel drops the lock with the process."""
+    deadline = time.monotonic() + LOCK_PATIENCE_S
     with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise StorageError(
+                        f"{path}: another process of this host has held it for {LOCK_PATIENCE_S:.0f} s; does it hang?"
+                    ) from None
+                time.sleep(0.1)
         yield
 
 

@@ -7,6 +7,7 @@ Every process of a run goes through the same loop and makes the same decisions, 
 the metrics) or that process 0 tells the others (its clock). Only process 0 prints, and writes what is written once.
 """
 
+import json
 import os
 import signal
 import time
@@ -24,11 +25,11 @@ from tinypod import run as runs
 from tinypod.checkpoint import SET_ASIDE
 from tinypod.data.puzzles import Split
 from tinypod.distributed import Cluster, Stop, stop_on_signals
-from tinypod.errors import DamagedError, DeadlineError, NonFiniteError, StorageError
+from tinypod.errors import DamagedError, DeadlineError, NonFiniteError, RecompileError, StorageError
 from tinypod.evaluate import Evaluator
 from tinypod.experiment import Experiment, ExperimentConfig, build
 from tinypod.health import Health
-from tinypod.metrics import Metrics, Stopwatch, open_metrics
+from tinypod.metrics import Metrics, MetricsLog, Stopwatch, open_metrics
 from tinypod.models.trm import count_matmul_flops
 from tinypod.progress import TrainingProgress
 from tinypod.recompiles import CompileGuard
@@ -36,6 +37,7 @@ from tinypod.replicas import make_replica_check
 from tinypod.step import TrainState, evaluation_params
 
 SUPERVISED = "TINYPOD_SUPERVISED"  # set by `--supervise`: nobody is there to be asked
+QUEUED = 2  # steps that may wait on the device before the host does
 RETRY_SAVE_S = 30.0  # after a save that failed
 GIVE_UP_SAVING_S = 900.0  # at the end of a run, when there is nothing left to do but save
 
@@ -71,12 +73,12 @@ def train(
         experiment.check_batch()
         ledger = None
         if cluster.is_primary:
-            run.pull()
             stack.enter_context(runs.lock(run))
+            run.pull(locked=True)
             ledger = goodput.Ledger(run.folder, cluster.count)
-        publish = run.publish if run.remote else None
+        publish, fetch = (run.publish, run.pull_heartbeats) if run.remote else (None, None)
         watched = stack.enter_context(
-            Health(run.folder / health.FOLDER, cluster.index, cluster.count, config.health, ledger, publish)
+            Health(run.folder / health.FOLDER, cluster.index, cluster.count, config.health, ledger, publish, fetch)
         )
         guard = stack.enter_context(
             CompileGuard(lambda: watched.current, config.health.on_recompile, lambda text: _warn(console, text))
@@ -129,7 +131,7 @@ class Loop:
             for incomplete in self.checkpoints.incomplete():
                 _warn(self.console, str(incomplete))
             self.state = self._restore_or_init(from_step)
-        self.outcome = Outcome(int(self.state.step), best=self.checkpoints.best())
+        self.outcome = Outcome(int(self.state.step), best=self._best())
         self.saved, self.saved_at = self.outcome.step, time.monotonic()
         self._describe(len(held_out))
         if self.health.ledger is not None:
@@ -139,7 +141,7 @@ class Loop:
         try:
             for change in runs.write_config(self.run, self.config) if self.cluster.is_primary else []:
                 _warn(self.console, f"config differs from the run's: {change}")
-            if self.outcome.step >= self.config.steps or self.stop.requested():
+            if self.stop.requested() or self._is_finished():
                 self.outcome.trained, self.outcome.stopped_by = False, self.stop.by
             else:
                 self._prepare(held_out)
@@ -175,18 +177,22 @@ class Loop:
             self.profiler,
         ):
             self.watch = Stopwatch()
+            if self.outcome.step == self.config.steps:
+                self._evaluate()  # a stop came in the middle of it
             while self.outcome.step < self.config.steps and not self.stop.requested():
                 self._step()
                 self._follow_up()
             self.outcome.stopped_by = self.stop.by
             self._save_for_good()
-            self.guard.check()
+            self._check_compiles()
 
     def _step(self) -> None:
         self.profiler.before(self.outcome.step + 1)
         with jax.transfer_guard("disallow"):
             self.state, sums = self.train_step(self.state, self.source)
         self.pending.append(sums)
+        if len(self.pending) > QUEUED:  # else the host is dozens of steps ahead, with signals and deadlines
+            jax.block_until_ready(self.pending[-1 - QUEUED])
         self.outcome.step += 1
         self.profiler.after(self.outcome.step, sums)
         self.health.beat(self.outcome.step)
@@ -202,9 +208,9 @@ class Loop:
             return
         if _due(step, config.health.replica_check_every_steps):
             self.check_replicas(self.state.params)
-        self.guard.check()
+        self._check_compiles()
         improved = evaluating and self._evaluate()
-        if saving or improved:
+        if (saving or improved) and not self.rollbacks.in_a_row:  # a rollback needs the ones from before such steps
             self._save()
 
     def _log(self) -> bool:
@@ -267,6 +273,8 @@ class Loop:
         if self.metrics is not None:
             self.metrics.flush()  # rows that a full disk refused must be there before the checkpoint after them
             self.run.push()
+        # A store may take longer than Gloo waits.
+        self.cluster.barrier("pushed", self.config.health.save_timeout_s)
         scores = self.outcome.evaluation if self.evaluated_at == self.outcome.step else None
         self.checkpoints.save(self.state, self.about, scores)
         self.saved, self.saved_at = self.outcome.step, time.monotonic()
@@ -297,26 +305,30 @@ class Loop:
         began = self.outcome.step
         with self.health.phase("saving"):
             self.checkpoints.wait()
-        target = max((step for step in self.checkpoints.steps() if step < bad.first), default=0)
+        kept = [step for step in self.checkpoints.steps() if step < bad.first]
+        target = self._told("rollback", max(kept, default=None))
         if not self.rollbacks.allowed:
             raise NonFiniteError(
                 f"loss or gradients were not finite in steps {bad.first} to {bad.last}, after "
                 f"{len(self.rollbacks.done)} rollbacks (nonfinite.max_rollbacks); the last checkpoint before them is "
-                f"of step {target}. Lower optimizer.learning_rate, set optimizer.clip_norm=1.0, or use "
+                f"of step {target or 0}. Lower optimizer.learning_rate, set optimizer.clip_norm=1.0, or use "
                 "model.dtype=bfloat16 or float32"
             )
-        self.rollbacks.add(bad, target)
         with self.health.phase("restoring"):
-            self.checkpoints.set_aside_after(target)
-            self.state = (
-                self.checkpoints.restore(target, self.experiment.abstract_state) if target else self.experiment.init()
-            )
+            self.checkpoints.set_aside_after(target or 0)  # before the batches are renumbered, should it end in between
+            self.rollbacks.add(bad, target or 0)
+            if target is None:
+                self.state = self.experiment.init()
+            else:
+                self.state = self.checkpoints.restore(target, self.experiment.abstract_state)
             self.source = self.experiment.put_source(self.split, self.rollbacks.skipped)
+        target = target or 0
         self.health.rolled_back(began, target, (began - target) * self.step_s)
         self.outcome.step = self.saved = target
-        self.outcome.best = self.checkpoints.best()
+        self.outcome.best = self._best()
         self._close_metrics()
         self.metrics = self._open_metrics(target)
+        self.cluster.barrier("rolled back", self.config.health.save_timeout_s)  # mirrors of the metrics may take long
         facts = {"health/rolled_back_from_step": float(began), "health/batches_left_out": float(bad.count)}
         self._write(target, facts)
         _warn(
@@ -329,7 +341,7 @@ class Loop:
 
     def _restore_or_init(self, from_step: int | None) -> TrainState:
         """The state to go on from; with `from_step`, newer checkpoints are moved away once that one is known good."""
-        step = self.checkpoints.latest() if from_step is None else from_step
+        step = self._told("latest", self.checkpoints.latest()) if from_step is None else from_step
         if step is None:
             return self.experiment.init()
         try:
@@ -346,7 +358,9 @@ class Loop:
         return state
 
     def _without_damaged(self, step: int, error: DamagedError) -> TrainState:
-        """Nobody is there to choose: the damaged one is kept aside, the one before it is used."""
+        """Nobody is there to choose: the damaged one is kept aside, the one before it is used, if there is one."""
+        if not any(earlier < step for earlier in self.checkpoints.steps()):
+            raise error
         self.checkpoints.set_aside_damaged(step)
         text = f"{str(error).splitlines()[0]}\nIt was moved to {SET_ASIDE}/; going on without it"
         if self.cluster.count > 1:  # the others may have read their parts well, and wait
@@ -366,6 +380,30 @@ class Loop:
             f"{f' ({axes})' if axes else ''}; steps {self.outcome.step} to {config.steps}",
             highlight=False,
         )
+
+    def _told(self, name: str, value: Any) -> Any:
+        """Process 0's value: what each sees for itself may differ."""
+        return json.loads(self.cluster.agree(name, json.dumps(value), self.config.health.restore_timeout_s))
+
+    def _best(self) -> tuple[int, float] | None:
+        found = self._told("best", self.checkpoints.best())
+        return None if found is None else (int(found[0]), float(found[1]))
+
+    def _is_finished(self) -> bool:
+        """All steps are done, and the last evaluation too."""
+        if self.outcome.step != self.config.steps:
+            return self.outcome.step > self.config.steps
+        rows = MetricsLog(self.run.folder).read() if self.cluster.is_primary else []
+        scored = any(row["step"] == self.outcome.step and "eval/puzzles" in row for row in rows)
+        return bool(self._told("evaluated", scored))
+
+    def _check_compiles(self) -> None:
+        try:
+            self.guard.check()
+        except RecompileError:
+            if self.cluster.count == 1:  # what was trained is sound
+                self._save_for_good()
+            raise
 
     def _split_names(self) -> tuple[str, str]:
         return self.config.data.train_split, self.config.data.eval_split

@@ -61,7 +61,7 @@ def loop(cluster: distributed.Cluster, folder: Path) -> int:
         print(f"stopped by {stop.by.name} after turn {turn}")
         if (folder / "linger").exists():  # as a long save would
             (folder / f"saving_{cluster.index}").touch()
-            wait_for(lambda: False)
+            wait_for(lambda: not (folder / "linger").exists())
     return 128 + stop.by
 
 

@@ -67,10 +67,15 @@ def train(
     loaded, target = load_config(config, overrides), _target(config, run)
     steps = profiling.parse_range(profile) if profile is not None else None
     if processes is not None or supervise:
+        joining = [("--coordinator", coordinator), ("--num-processes", num_processes), ("--process-id", process_id)]
+        given = [name for name, value in joining if value is not None]
+        if processes is not None and given:
+            raise UserError(f"--processes starts processes of its own, {' and '.join(given)} joins others: choose one")
         arguments = ["train", config, *(overrides or []), "--run", str(target), *_option("--profile", profile)]
+        arguments += [part for name, value in joining for part in _option(name, value)]
         code = own.train_apart(
             arguments,
-            _option("--from-step", from_step),
+            from_step,
             target,
             console,
             processes=processes,
@@ -198,7 +203,8 @@ def runs_status(
 
     looked_at = runs.open_run(run)
     looked_at.pull()
+    looked_at.pull_heartbeats()
     if as_json:
-        print(json.dumps(status.as_json(looked_at.folder, time.time())))
+        print(json.dumps(status.as_json(looked_at.folder, time.time(), looked_at.checkpoints)))
     else:
-        console.print(status.render_status(looked_at.folder, time.time()))
+        console.print(status.render_status(looked_at.folder, time.time(), looked_at.checkpoints))
