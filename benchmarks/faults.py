@@ -454,7 +454,7 @@ def sigstop(victim: Victim) -> None:
     victim.comes_back(fault, since=pids)
     named = rf"suspect: process {index} \(host .*, pid {pids[index]}\) has been silent"
     if not re.search(named, victim.output()[told:]):
-        fault.note += ", not named"
+        raise NeedsAHand(f"process {index} was frozen, and nobody named it")
     victim.kill([pids[index]])  # the launcher should have
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tinypod import metrics as metrics_module
 from tinypod.errors import UserError
 from tinypod.metrics import Metrics, MetricsLog, Stopwatch, WandbMirror, WandbSettings, open_metrics
 
@@ -138,7 +137,7 @@ def test_a_kill_inside_rewind_leaves_the_old_log(tmp_path: Path, monkeypatch: py
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(metrics_module.os, "replace", killed)
+    monkeypatch.setattr("os.replace", killed)
     with pytest.raises(KeyboardInterrupt):
         log.rewind(1)
     assert log.path.read_bytes() == before

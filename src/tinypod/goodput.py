@@ -24,6 +24,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tinypod.storage import replace_file
+
 logger = logging.getLogger(__name__)
 
 FILE = "goodput.json"
@@ -248,14 +250,6 @@ def read_attempts(folder: Path) -> list[Attempt]:
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'file'}: {first['msg']}") from None
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """In one step: a reader or a kill finds the old file or the new."""
-    temporary = path.with_name(path.name + ".tmp")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from tinypod.config import Config
 from tinypod.errors import DeadlineError
-from tinypod.goodput import Ledger, replace_file
+from tinypod.goodput import Ledger
+from tinypod.storage import replace_file
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,6 @@ import io
 import json
 import logging
 import math
-import os
 import shutil
 import time
 import uuid
@@ -29,6 +28,7 @@ from typing import Any, Literal
 
 from tinypod.config import Config
 from tinypod.errors import StorageError, UserError
+from tinypod.storage import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class MetricsLog:
         kept = [line for line, row in zip(self._lines(), self.read(), strict=True) if row["step"] <= step]
         data = b"".join(line + b"\n" for line in kept)
         if len(data) != self.path.stat().st_size:
-            _replace(self.path, data)
+            replace_file(self.path, data, durable=True)
 
     def close(self) -> None:
         if self._file is not None:
@@ -202,7 +202,7 @@ class WandbMirror:
 
     def _save(self, **changes: Any) -> None:
         self._state |= changes
-        _replace(self._path, json.dumps(self._state).encode())
+        replace_file(self._path, json.dumps(self._state).encode(), durable=True)
 
 
 Mirror = TensorBoardMirror | WandbMirror
@@ -324,13 +324,3 @@ def _from_json(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} is {value!r}")
     return value if name == "step" else float(value)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Replaces a file in one step: a kill leaves the old one or the new."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -14,7 +14,7 @@ from typing import Any
 from tinypod.distributed import Cluster
 from tinypod.errors import UserError
 from tinypod.experiment import NonFiniteConfig
-from tinypod.goodput import replace_file
+from tinypod.storage import replace_file
 
 FILE = "rollbacks.json"
 
@@ -69,7 +69,7 @@ class Rollbacks:
         )
         self.skipped.append((first, bad.count))
         if self.cluster.is_primary:
-            replace_file(self.path, (json.dumps(self.done, indent=1) + "\n").encode())
+            replace_file(self.path, (json.dumps(self.done, indent=1) + "\n").encode(), durable=True)
 
     def _number(self, step: int) -> int:
         """The number of the batch that a step drew, as `step.batch_number` has it."""

@@ -99,7 +99,7 @@ class Run:
     def _write(self, name: str, content: bytes) -> None:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        storage.replace(path, content)
+        storage.replace_file(path, content)
 
     def _stamp(self, name: str) -> tuple[int, int]:
         stat = (self.folder / name).stat()
@@ -157,7 +157,7 @@ def write_config(run: Run, config: ExperimentConfig) -> list[str]:
         old = {}
     changed = configs.differences(old, config.model_dump(mode="json")) if old is not None else []
     if changed or not path.exists():
-        storage.replace(path, text.encode())
+        storage.replace_file(path, text.encode())
     return changed
 
 

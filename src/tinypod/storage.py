@@ -221,7 +221,7 @@ def fetch_dataset(url: str, console: Console | None = None) -> Path:
         with counting(console or Console(quiet=True), f"fetching {url} (KiB)", sum(sizes.values()) >> 10) as progress:
             for name in missing:
                 _fetch(remote / name, local / name, hashes[name], progress)
-        replace(local / "dataset.json", description)
+        replace_file(local / "dataset.json", description)
     return local
 
 
@@ -291,8 +291,13 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def replace(path: Path, content: bytes) -> None:
-    """Write a small local file whole: a kill leaves the old one or the new."""
+def replace_file(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Write a small local file whole: a kill leaves the old one or the new; if `durable`, so does a power cut."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_bytes(content)
+    with partial.open("wb") as file:
+        file.write(content)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     os.replace(partial, path)
