@@ -6,7 +6,12 @@ import tempfile
 from hypothesis import settings
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    " --xla_cpu_collective_call_terminate_timeout_seconds=600"  # not 40: these cores may be busy
+)
+# Threads of XLA's pool. Collectives of 8 devices block theirs, several at a time: with one a device they may all wait.
+os.environ["NPROC"] = "32"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # Most of the tests' time is compiling: hence level 0, and what one test or process compiled serves the others.

@@ -424,6 +424,7 @@ CLUSTER = """if True:
     checkpoints.set_aside_after(3)
     assert checkpoints.steps() == [3]
     if folder.startswith("gs://"):
+        sync_global_devices("both have set it aside")
         if index == 0:
             gcs.fail_for(server, 1000)
         sync_global_devices("the store is down")

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HARNESS = Path(__file__).parents[1] / "benchmarks" / "faults.py"
 
 
+@pytest.mark.slow
 def test_runs_end_as_if_nothing_had_happened(tmp_path: Path) -> None:
     """SIGKILL during a save, SIGTERM, and a checkpoint that is cut in half."""
     kinds = ("kill_in_save", "sigterm", "truncate")

@@ -168,6 +168,8 @@ def cluster_environment(
         "JAX_COORDINATOR_BIND_ADDRESS": address,  # a rehearsal is nobody else's business: not on the network
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
+        # Threads of XLA's pool: collectives block theirs, several at a time, and with one a device all may wait.
+        "NPROC": environ.get("NPROC", str(max(16, 4 * devices))),
         "XLA_FLAGS": " ".join(flags),
     }
 
