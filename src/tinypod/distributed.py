@@ -385,8 +385,9 @@ class Stop:
     def requested(self) -> bool:
         """True on all processes at the same call, and from then on. All of them must call it equally often."""
         if self.by is None and self.cluster.count > 1 and _Preemption.reached():
-            # SIGTERM stays with JAX, which swallows it from now on: the hosts of a pod are not told at the same moment,
-            # and another one's first must not end a process that saves.
+            # What is left is to save. The hosts of a pod are not told at the same moment: another one's first SIGTERM
+            # must neither end a process that saves nor wake JAX's notifier, which a shutdown then crashes.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self.by = signal.SIGTERM
         return self.by is not None
 
