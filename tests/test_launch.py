@@ -63,6 +63,7 @@ def test_a_child_is_told_which_process_it_is() -> None:
         "XLA_FLAGS": "--a=1 --b",
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "3",
+        "NPROC": "16",
         "JAX_COORDINATOR_BIND_ADDRESS": "127.0.0.1:1234",
         "TINYPOD_COORDINATOR": "127.0.0.1:1234",
         "TINYPOD_NUM_PROCESSES": "4",
