@@ -11,6 +11,7 @@ import pytest
 from tinypod.data.views import Source
 from tinypod.models import torch_weights, trm
 from tinypod.optim import AdamAtan2Config, TableOptimizer, build_optimizer
+from tinypod.sharding import MeshConfig, make_mesh
 from tinypod.step import TrainState, make_train_step, select_trained
 from tinypod.tasks import puzzle
 
@@ -128,7 +129,8 @@ def _set_up(golden: Golden, model):
     task = puzzle.build_task(golden.task_config, model, golden.shape, golden.batch_size, source)
     task = dataclasses.replace(task, draw=lambda source, key: source)  # batches are handed in, not drawn
     optimizer = build_optimizer(golden.optimizer, golden.batch_size, STEPS)
-    step = make_train_step(task, optimizer, 0, golden.batch_size, accumulation=1, ema_decay=golden.ema_decay)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    step = make_train_step(task, optimizer, 0, golden.batch_size, 1, golden.ema_decay, mesh)
     params = jax.tree.map(jnp.asarray, golden.params("init/"))
     trained = select_trained(task, params)
     zero = jnp.zeros((), jnp.int32)

@@ -12,6 +12,7 @@ from fixtures import tiny_config, write_4x4
 from tinypod import experiment, step
 from tinypod.errors import ConfigError
 from tinypod.optim import Optimizer
+from tinypod.sharding import MeshConfig, make_mesh
 from tinypod.tasks.task import Task
 
 
@@ -188,9 +189,13 @@ def regression(data: Path, bad_batches: tuple[int, ...] = ()) -> tuple[Task, Opt
     return task, built.optimizer
 
 
+def one_device() -> jax.sharding.Mesh:
+    return make_mesh(MeshConfig(), jax.devices()[:1])
+
+
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(data: Path) -> None:
     task, optimizer = regression(data, bad_batches=(1,))
-    train_step = jax.jit(step.make_train_step(task, optimizer, 0, 16, accumulation=1, ema_decay=0.9))
+    train_step = jax.jit(step.make_train_step(task, optimizer, 0, 16, accumulation=1, ema_decay=0.9, mesh=one_device()))
     first, _ = train_step(step.make_init(task, optimizer, 0, ema=True)(), {})
     second, sums = train_step(first, {})
     assert int(second.step) == 2
@@ -210,7 +215,9 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(data: Path) ->
 def test_batches_that_are_left_out_are_never_drawn(data: Path) -> None:
     """Leaving out batch 1 and batches 3 and 4 gives what a run would see that never had them."""
     task, optimizer = regression(data, bad_batches=(1, 3, 4))
-    train_step = jax.jit(step.make_train_step(task, optimizer, 0, 16, accumulation=1, ema_decay=None))
+    train_step = jax.jit(
+        step.make_train_step(task, optimizer, 0, 16, accumulation=1, ema_decay=None, mesh=one_device())
+    )
     source = {step.SKIPPED: jnp.asarray([[0, 0], [1, 1], [3, 2]], jnp.int32)}
     state = step.make_init(task, optimizer, 0, ema=False)()
     drawn = []
@@ -235,7 +242,9 @@ def test_accumulation_splits_the_work_of_each_part_over_the_devices(data: Path) 
 
 def test_a_task_is_all_that_the_step_knows(data: Path) -> None:
     task, optimizer = regression(data)
-    train_step = jax.jit(step.make_train_step(task, optimizer, 0, 16, accumulation=2, ema_decay=None))
+    train_step = jax.jit(
+        step.make_train_step(task, optimizer, 0, 16, accumulation=2, ema_decay=None, mesh=one_device())
+    )
     state = step.make_init(task, optimizer, 0, ema=False)()
     _, first = train_step(state, {})
     for _ in range(60):

@@ -338,7 +338,13 @@ def _repeating_step(experiment: Experiment) -> Any:
     optimizer_config = config.optimizer.model_copy(update={"schedule": Constant()})
     optimizer = build_optimizer(optimizer_config, config.batch_size, config.steps)
     train_step = step.make_train_step(
-        replace(task, draw=draw), optimizer, config.seed, config.batch_size, config.accumulation, config.ema_decay
+        replace(task, draw=draw),
+        optimizer,
+        config.seed,
+        config.batch_size,
+        config.accumulation,
+        config.ema_decay,
+        experiment.mesh,
     )
 
     def repeating_step(state: step.TrainState, source: Any) -> tuple[step.TrainState, Any]:

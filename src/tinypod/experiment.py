@@ -156,7 +156,7 @@ def build(config: ExperimentConfig, devices: Sequence[Any] | None = None, consol
 
     init = step.make_init(task, optimizer, config.seed, ema=config.ema_decay is not None)
     train_step = step.make_train_step(
-        task, optimizer, config.seed, config.batch_size, config.accumulation, config.ema_decay
+        task, optimizer, config.seed, config.batch_size, config.accumulation, config.ema_decay, mesh
     )
     whole, rows = sharding.replicated(mesh), sharding.by_rows(mesh)
     shapes = jax.eval_shape(init)

@@ -161,7 +161,16 @@ def scale_by_adam_atan2(beta1: float, beta2: float) -> optax.GradientTransformat
 
 
 def update_rows(table: Array, grads: RowGradients, learning_rate: Array, weight_decay: float) -> Array:
-    """Sign-SGD on the rows present, the gradients of a row that occurs more than once added first."""
+    """Sign-SGD on the rows present, the gradients of a row that occurs more than once added first.
+
+    They are added in an array as long as the table or as the batch, whichever is shorter: on several devices that array
+    is what they exchange.
+    """
+    if table.shape[0] <= grads.ids.shape[0]:
+        summed = jnp.zeros_like(table).at[grads.ids].add(grads.values)
+        present = jnp.zeros(table.shape[0], jnp.int32).at[grads.ids].add(1) > 0
+        moved = table * (1 - learning_rate * weight_decay) - learning_rate * jnp.sign(summed)
+        return jnp.where(present[:, None], moved, table)
     absent = table.shape[0]  # out of range: dropped by the scatter
     ids, where = jnp.unique(grads.ids, size=grads.ids.shape[0], fill_value=absent, return_inverse=True)
     summed = jax.ops.segment_sum(grads.values, where.reshape(-1), num_segments=ids.shape[0])

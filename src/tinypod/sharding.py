@@ -180,17 +180,22 @@ def make_gather(mesh: Mesh, specs: Tree) -> Gather | None:
     if mesh.shape["fsdp"] == 1:
         return None
 
+    def constrain(x: Array, spec: PartitionSpec) -> Array:
+        # Where the `data` axis is already taken apart (step.py), JAX wants the mesh that says so.
+        inside = jax.sharding.get_abstract_mesh()
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh if inside.empty else inside, spec))
+
     def gather_one(weight: Array, spec: PartitionSpec) -> Array:
         stored = PartitionSpec(*spec[len(spec) - weight.ndim :])  # one layer has no dimension for the layers
         used = PartitionSpec(*(_without_fsdp(entry) for entry in stored))
 
         @jax.custom_vjp
         def gather(x: Array) -> Array:
-            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, used))
+            return constrain(x, used)
 
         gather.defvjp(
             lambda x: (gather(x), None),
-            lambda _, grad: (jax.lax.with_sharding_constraint(grad, NamedSharding(mesh, stored)),),
+            lambda _, grad: (constrain(grad, stored),),
         )
         return gather(weight)
 

@@ -3,6 +3,9 @@
 All randomness of a step comes from the seed and the number of its batch, so that a state says everything about what
 follows. A batch's number is the step's, unless batches are left out: `source[SKIPPED]` names them.
 
+Each slice of the mesh's `data` axis differentiates its own rows, and gradients are added over the axis once a step, in
+float32. The partitioner, left alone, adds them at every use of a weight: in bfloat16, in every cycle.
+
 A step whose loss or gradients are not finite changes nothing but the step's number, and is counted in `sums`.
 """
 
@@ -13,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.sharding import Mesh, PartitionSpec
 
 from tinypod.errors import UserError
 from tinypod.optim import Optimizer, RowGradients, update_rows
@@ -51,13 +55,13 @@ def select_trained(task: Task, params: dict[str, Tree]) -> dict[str, Tree]:
 
 
 def make_train_step(
-    task: Task, optimizer: Optimizer, seed: int, batch_size: int, accumulation: int, ema_decay: float | None
+    task: Task, optimizer: Optimizer, seed: int, batch_size: int, accumulation: int, ema_decay: float | None, mesh: Mesh
 ) -> Callable[[TrainState, Tree], tuple[TrainState, dict[str, Array]]]:
     """The step: draw, differentiate part by part, update, average."""
 
     def gradients(
         params: dict[str, Tree], carry: Tree, batch: Tree
-    ) -> tuple[Tree, dict[str, RowGradients], Tree, Tree]:
+    ) -> tuple[Tree, Tree, Tree, dict[str, RowGradients]]:
         trained = select_trained(task, params)
         carry = task.begin(params, carry, batch)
         ids = task.lookup(carry)
@@ -67,15 +71,15 @@ def make_train_step(
             return task.loss(params | trained, rows, carry, batch)
 
         (_, (carry, sums)), (grads, row_grads) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(trained, rows)
-        return grads, {name: RowGradients(ids[name], row_grads[name]) for name in ids}, carry, sums
+        return grads, sums, carry, {name: RowGradients(ids[name], row_grads[name]) for name in ids}
 
     def accumulate(
         params: dict[str, Tree], carry: Tree, batch: Tree
-    ) -> tuple[Tree, dict[str, RowGradients], Tree, Tree]:
-        """The same over parts of the batch, one after the other.
+    ) -> tuple[Tree, Tree, Tree, dict[str, RowGradients]]:
+        """The same over parts of the rows, one after the other.
 
-        Part i takes every accumulation-th row from the i-th on: each device then has its share of every part, where
-        parts of neighbouring rows would lie on few devices and be computed by all.
+        Part i takes every accumulation-th row from the i-th on: each device of the `fsdp` axis then has its share of
+        every part, where parts of neighbouring rows would lie on few devices and be computed by all.
         """
         parts = jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, accumulation, *x.shape[1:]), 0, 1), (carry, batch))
         zeros = jax.tree.map(jnp.zeros_like, select_trained(task, params))
@@ -84,9 +88,11 @@ def make_train_step(
             grads, *rest = gradients(params, *part)
             return jax.tree.map(jnp.add, total, grads), rest
 
-        grads, (row_grads, carry, sums) = jax.lax.scan(add, zeros, parts)
-        row_grads, carry = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), (row_grads, carry))
-        return grads, row_grads, carry, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+        grads, (sums, carry, row_grads) = jax.lax.scan(add, zeros, parts)
+        carry, row_grads = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), (carry, row_grads))
+        return grads, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums), carry, row_grads
+
+    differentiate = _over_data_axis(gradients if accumulation == 1 else accumulate, mesh)
 
     def update(state: TrainState, grads: Tree, row_grads: dict[str, RowGradients], carry: Tree) -> TrainState:
         trained = select_trained(task, state.params)
@@ -107,8 +113,7 @@ def make_train_step(
     def train_step(state: TrainState, source: Tree) -> tuple[TrainState, dict[str, Array]]:
         number = batch_number(state.step, source.get(SKIPPED))
         batch = task.draw(source, jax.random.fold_in(jax.random.key(seed), number + 1))  # 0 was for the weights
-        differentiate = gradients if accumulation == 1 else accumulate
-        grads, row_grads, carry, sums = differentiate(state.params, state.carry, batch)
+        grads, sums, carry, row_grads = differentiate(state.params, state.carry, batch)
         # The loss is a sum, and its gradients are divided here, in float32: a mean's would underflow in float16.
         grads = jax.tree.map(lambda g: g / batch_size, grads)
         norm = optax.tree.norm(grads)
@@ -121,6 +126,27 @@ def make_train_step(
         return kept._replace(step=state.step + 1), sums | {"skipped": 1 - sums["updates"]}
 
     return train_step
+
+
+def _over_data_axis(differentiate: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """Each slice of the `data` axis on its own rows; gradients and sums are added up, once. XLA's partitioner does not
+    take an axis of one device, where there is nothing to add."""
+    if mesh.shape["data"] == 1:
+        return differentiate
+
+    def one_slice(params: dict[str, Tree], carry: Tree, batch: Tree) -> tuple[Tree, ...]:
+        grads, sums, *rows = differentiate(params, carry, batch)
+        return *jax.lax.psum((grads, sums), "data"), *rows
+
+    whole, rows = PartitionSpec(), PartitionSpec("data")
+    return jax.shard_map(
+        one_slice,
+        mesh=mesh,
+        axis_names={"data"},  # the other axes are left to the partitioner
+        in_specs=(whole, rows, rows),
+        out_specs=(whole, whole, rows, rows),
+        check_vma=False,
+    )
 
 
 def batch_number(step: Array, skipped: Array | None) -> Array:
