@@ -6,6 +6,8 @@ from pathlib import Path
 
 import jax
 
+from tinypod import storage
+
 MAX_BYTES = 8 * 2**30
 
 
@@ -23,5 +25,4 @@ def enable(setting: str | None) -> None:
 
 
 def default_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "tinypod" / "compiled"
+    return storage.cache_root() / "compiled"

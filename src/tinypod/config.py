@@ -32,7 +32,7 @@ def load(path: str | Path, overrides: Sequence[str], schema: type[C]) -> C:
     """Read a config file with its defaults, apply the overrides, validate."""
     tree = read_tree(Path(path))
     for text in overrides:
-        tree = merge(tree, _parse_override(text))
+        tree = merge(tree, parse_override(text))
     try:
         tree = OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -72,7 +72,7 @@ def _read_yaml(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     return {str(key): value for key, value in tree.items()}
 
 
-def _parse_override(text: str) -> dict[str, Any]:
+def parse_override(text: str) -> dict[str, Any]:
     if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*=.*", text, re.DOTALL):
         raise ConfigError(f"override {text!r}: expected a.b=value, like optimizer.learning_rate=1e-4")
     try:

@@ -18,7 +18,7 @@ from rich.console import Console
 from tinypod import sharding, step, storage
 from tinypod.config import Config
 from tinypod.data import puzzles, views
-from tinypod.errors import ConfigError
+from tinypod.errors import ConfigError, DataError
 from tinypod.health import HealthConfig
 from tinypod.metrics import WandbSettings
 from tinypod.models import trm
@@ -32,6 +32,8 @@ class DataConfig(Config):
     train_split: str = "train"
     eval_split: str = "test"
     augmentations: NonNegativeInt | Literal["endless"] = "endless"  # fixed views of a puzzle besides itself
+    # What the dataset will be: `tinypod plan` goes by it where there is none at `path` yet; nothing else reads it.
+    expected: Annotated[puzzles.ExpectedSudoku | puzzles.ExpectedPlain, Field(discriminator="kind")] | None = None
 
 
 class EvalConfig(Config):
@@ -126,6 +128,24 @@ class Experiment:
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.state_shardings
         )
 
+    @cached_property
+    def abstract_source(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of what `put_source` makes, of a dataset that may not be there."""
+        name, whole = self.config.data.train_split, sharding.replicated(self.mesh)
+        if name not in self.info.splits:
+            raise DataError(f"{self.dataset} has no split {name!r}; it has {', '.join(self.info.splits)}")
+        rows = self.info.splits[name].rows
+        shapes: dict[str, Any] = {
+            "inputs": ((rows, self.info.seq_len), np.uint8),
+            "labels": ((rows, self.info.seq_len), np.uint8),
+            "identifiers": ((rows,), np.int32),
+            step.SKIPPED: ((self.config.nonfinite.max_rollbacks, 2), np.int32),
+        }
+        if self.info.grouped:
+            split = self.read_split(name)
+            shapes |= {key: (x.shape, x.dtype) for key, x in views.device_arrays(split).items()}
+        return {key: jax.ShapeDtypeStruct(*value, sharding=whole) for key, value in shapes.items()}
+
     def check_batch(self) -> None:
         """Training only: evaluation fills its batches up."""
         rows = self.config.batch_size // self.config.accumulation
@@ -142,10 +162,15 @@ class Experiment:
         return sharding.put(views.device_arrays(split) | {step.SKIPPED: ranges}, sharding.replicated(self.mesh))
 
 
-def build(config: ExperimentConfig, devices: Sequence[Any] | None = None, console: Console | None = None) -> Experiment:
-    """Reads the dataset's description, not its arrays."""
-    dataset = storage.local_dataset(config.data.path, console)
-    info = puzzles.read_info(dataset)
+def build(
+    config: ExperimentConfig,
+    devices: Sequence[Any] | None = None,
+    console: Console | None = None,
+    info: puzzles.DatasetInfo | None = None,
+) -> Experiment:
+    """Reads the dataset's description, not its arrays; not even that where `info` is given."""
+    dataset = Path(config.data.path) if info is not None else storage.local_dataset(config.data.path, console)
+    info = info or puzzles.read_info(dataset)
     shape = trm.PuzzleShape(info.seq_len, info.vocab_size, info.num_identifiers)
     mesh = sharding.make_mesh(config.mesh, devices)
     params = jax.eval_shape(lambda: trm.init(config.model, shape, jax.random.key(0)))
@@ -183,6 +208,19 @@ def build(config: ExperimentConfig, devices: Sequence[Any] | None = None, consol
             train_step, donate_argnums=0, in_shardings=(shardings, whole), out_shardings=(shardings, whole)
         ),
     )
+
+
+def describe_data(config: ExperimentConfig) -> puzzles.DatasetInfo:
+    """What the dataset at `data.path` says of itself; where there is none, what `data.expected` says of it."""
+    remote = storage.is_remote(config.data.path)
+    if config.data.expected is not None and (remote or not (Path(config.data.path) / "dataset.json").exists()):
+        return config.data.expected.info(config.data.train_split)
+    try:
+        return puzzles.read_info(storage.local_dataset(config.data.path))
+    except DataError as error:
+        raise DataError(
+            f"{error}; or say what it will be, to plan without it: 'data.expected={{kind: sudoku, rows: 1000}}'"
+        ) from None
 
 
 def make_source(config: ExperimentConfig, info: puzzles.DatasetInfo) -> views.Source:

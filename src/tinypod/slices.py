@@ -30,18 +30,21 @@ class Generation:
     hbm_bandwidth: float
     ici_link: float | None
     ici_links: int
+    clock: float  # Hz, of the cycles that the compiler counts: the peak by the products its matrix units do in a cycle
 
 
 GENERATIONS = {
     generation.name: generation
     for generation in (
         # Cloud TPU v4 runs `megacore`: both cores of a chip are one device. The compiler's default is two.
-        Generation("v4", "v4", "megacore", 2, 1, True, 32 * GIB, 30.75 * GIB, 275 * TERA, 1200 * GB, 45 * GB, 6),
-        Generation("v5e", "v5e", None, 1, 1, False, 16 * GIB, 15.75 * GIB, 197 * TERA, 819 * GB, 45 * GB, 4),
-        Generation("v5p", "v5p", None, 2, 1, True, 95 * GIB, 95.74 * GIB, 459 * TERA, 2765 * GB, 90 * GB, 6),
-        Generation("v6e", "v6e", None, 1, 1, False, 32 * GIB, 31.25 * GIB, 918 * TERA, 1638 * GB, 90 * GB, 4),
+        Generation(
+            "v4", "v4", "megacore", 2, 1, True, 32 * GIB, 30.75 * GIB, 275 * TERA, 1200 * GB, 45 * GB, 6, 1.05e9
+        ),
+        Generation("v5e", "v5e", None, 1, 1, False, 16 * GIB, 15.75 * GIB, 197 * TERA, 819 * GB, 45 * GB, 4, 1.50e9),
+        Generation("v5p", "v5p", None, 2, 1, True, 95 * GIB, 95.74 * GIB, 459 * TERA, 2765 * GB, 90 * GB, 6, 1.75e9),
+        Generation("v6e", "v6e", None, 1, 1, False, 32 * GIB, 31.25 * GIB, 918 * TERA, 1638 * GB, 90 * GB, 4, 1.75e9),
         # HBM bandwidth from the compiler's roofline; no document was checked.
-        Generation("tpu7x", "tpu7x", None, 2, 2, True, 192 * GIB, 94.75 * GIB, 2307 * TERA, 7372 * GB, None, 6),
+        Generation("tpu7x", "tpu7x", None, 2, 2, True, 192 * GIB, 94.75 * GIB, 2307 * TERA, 7372 * GB, None, 6, 2.20e9),
     )
 }
 
@@ -106,6 +109,17 @@ class Slice:
     @property
     def peak_bf16(self) -> float:
         return self.chips * self.generation.peak_bf16
+
+    @property
+    def reduce_bandwidth(self) -> float | None:
+        """Bytes a second that a device sends while all devices reduce together: one link along each axis of the
+        topology, two where the axis closes to a ring."""
+        link = self.generation.ici_link
+        return None if link is None else link * sum(1 + self._wraps(size) for size in self.topology if size > 1)
+
+    def _wraps(self, size: int) -> bool:
+        """Cubes of 4 × 4 × 4 and more are tori; planes close only along 16 chips."""
+        return size == 16 if self.generation.ici_links == 4 else min(self.topology) >= 4
 
     @property
     def topology_name(self) -> str:

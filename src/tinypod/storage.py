@@ -193,11 +193,15 @@ def _file_system() -> Any:
     return fsspec.filesystem("gcs")
 
 
+def cache_root() -> Path:
+    """The user's cache folder: what is there can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tinypod"
+
+
 def cache_folder(kind: str, url: str) -> Path:
     """Where this host keeps its copy of something remote; readable, and no two URLs share one."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     readable = re.sub(r"[^A-Za-z0-9.-]+", "_", url.removeprefix(SCHEME))[-80:].strip("_.")
-    return root / "tinypod" / kind / f"{readable}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
+    return cache_root() / kind / f"{readable}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
 
 
 def local_dataset(path: str, console: Console | None = None) -> Path:

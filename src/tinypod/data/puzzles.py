@@ -40,6 +40,52 @@ class DatasetInfo(Config):
     splits: dict[str, SplitInfo] = Field(default_factory=dict)
 
 
+class ExpectedSudoku(Config):
+    """What a dataset of Sudokus will be, for plans that are made before it is there."""
+
+    kind: Literal["sudoku"] = "sudoku"
+    box: Annotated[list[PositiveInt], Field(min_length=2, max_length=2, default=[3, 3])]  # its rows and columns
+    rows: PositiveInt = 1000  # training puzzles
+
+    def info(self, split: str) -> DatasetInfo:
+        side = self.box[0] * self.box[1]
+        return _expected("sudoku", side * side, side + 2, 1, self.box, split, self.rows)
+
+
+class ExpectedPlain(Config):
+    """The same for puzzles without symmetries that we know."""
+
+    kind: Literal["plain"] = "plain"
+    seq_len: PositiveInt
+    vocab_size: PositiveInt
+    num_identifiers: PositiveInt = 1
+    rows: PositiveInt = 1000
+
+    def info(self, split: str) -> DatasetInfo:
+        return _expected("plain", self.seq_len, self.vocab_size, self.num_identifiers, None, split, self.rows)
+
+
+def _expected(
+    kind: Literal["sudoku", "plain"],
+    seq_len: int,
+    vocab_size: int,
+    num_identifiers: int,
+    box: list[int] | None,
+    split: str,
+    rows: int,
+) -> DatasetInfo:
+    return DatasetInfo(
+        kind=kind,
+        seq_len=seq_len,
+        vocab_size=vocab_size,
+        num_identifiers=num_identifiers,
+        box=box,
+        sources=["expected"],
+        origin="data.expected",
+        splits={split: SplitInfo(rows=rows, sha256="")},
+    )
+
+
 @dataclass(frozen=True)
 class Split:
     """The arrays of one split; N rows of S tokens."""

@@ -1,0 +1,213 @@
+"""What a compiled step needs and does, on whatever devices it was compiled for: the facts that plans are made of.
+
+Memory is the compiler's own peak. The state's parts in it are exact; what the forward pass keeps for the backward pass
+(`activations`) is what the program asks for, of which the compiler may keep less: it is never more than there is, and
+`temporaries` are the rest. All numbers are for one device and one step.
+"""
+
+import math
+import re
+import time
+from typing import Any
+
+import jax
+from pydantic import BaseModel, ConfigDict
+
+from tinypod import hlo, sharding
+from tinypod.experiment import Experiment
+from tinypod.step import select_trained
+
+GIB = 2**30
+_OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class Facts(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Memory(Facts):
+    """Bytes of a device."""
+
+    needed: int
+    weights: int
+    optimizer: int
+    averages: int
+    carry: int
+    data: int
+    activations: int
+    temporaries: int
+
+    @property
+    def state(self) -> int:
+        """What stays from step to step, however small the batch is cut."""
+        return self.weights + self.optimizer + self.averages + self.carry + self.data
+
+
+class Traffic(Facts):
+    """Collectives of one kind over the same axes, in one step."""
+
+    op: str
+    axes: tuple[str, ...]
+    group_size: int
+    runs: int
+    payload_bytes: float
+    wire_bytes: float  # sent by a device, if its group is a ring
+
+
+class KernelGroup(Facts):
+    """Kernels with the same work, in one step."""
+
+    runs: int
+    flops: float
+    hbm_bytes: float
+    elements: float
+    cycles: int | None
+
+
+class Work(Facts):
+    kernels: tuple[KernelGroup, ...]
+    collectives: tuple[Traffic, ...]
+    arguments: int
+    donated: int  # arguments whose memory an output takes over
+    unknown_loops: int  # counted once
+    opaque_calls: tuple[str, ...]  # whose products are not counted
+    unwanted: tuple[str, ...]  # float64, calls of the host, shapes that are known only at run time
+
+    @property
+    def flops(self) -> float:
+        return sum(kernel.runs * kernel.flops for kernel in self.kernels)
+
+    @property
+    def hbm_bytes(self) -> float:
+        return sum(kernel.runs * kernel.hbm_bytes for kernel in self.kernels)
+
+    def notes(self) -> list[str]:
+        """What the numbers leave out, and what should not be in a step."""
+        notes = [f"the program has a {what}" for what in self.unwanted[:3]]
+        if self.unknown_loops:
+            notes.append(f"{self.unknown_loops} loops whose number of turns cannot be read are counted once")
+        if self.opaque_calls:
+            notes.append(f"the arithmetic inside {', '.join(sorted(set(self.opaque_calls)))} is not counted")
+        return notes
+
+    @property
+    def kernel_runs(self) -> int:
+        return sum(kernel.runs for kernel in self.kernels)
+
+
+class Analysis(Facts):
+    """Of one config on one set of devices. `work` is None where the compiler refused: the step does not fit."""
+
+    mesh: dict[str, int]
+    memory: Memory
+    work: Work | None
+    compile_s: float  # tracing and lowering, too
+
+
+def analyse(experiment: Experiment) -> tuple[Analysis, Any]:
+    """Compile the training step; also the compiled step itself, None where it does not fit."""
+    experiment.check_batch()
+    mesh = dict(experiment.mesh.shape)
+    began = time.perf_counter()
+    lowered = experiment.train_step.lower(experiment.abstract_state, experiment.abstract_source)  # type: ignore[attr-defined]
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        found = _OUT_OF_MEMORY.search(str(error))
+        if found is None:
+            raise
+        needed = int(float(found[1]) * _UNITS[found[2]])
+        memory = split_memory(experiment, needed)
+        return Analysis(mesh=mesh, memory=memory, work=None, compile_s=time.perf_counter() - began), None
+    compile_s = time.perf_counter() - began
+    memory = split_memory(experiment, _peak_bytes(compiled.memory_analysis()))
+    work = _work(hlo.read(compiled.as_text(), mesh))
+    return Analysis(mesh=mesh, memory=memory, work=work, compile_s=compile_s), compiled
+
+
+def _peak_bytes(memory: Any) -> int:
+    if memory is None:  # a backend that does not say
+        return 0
+    total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    total -= memory.alias_size_in_bytes
+    # The compiler's own peak is less: temporaries that are never live together share memory.
+    return min(getattr(memory, "peak_memory_in_bytes", 0) or total, total)
+
+
+def split_memory(experiment: Experiment, needed: int) -> Memory:
+    state = experiment.abstract_state
+    parts = {
+        "weights": _bytes(state.params),
+        "optimizer": _bytes(state.opt_state),
+        "averages": _bytes(state.ema),
+        "carry": _bytes(state.carry),
+        "data": _bytes(experiment.abstract_source),
+    }
+    rest = max(0, needed - sum(parts.values()))
+    activations = min(rest, kept_for_backward(experiment))
+    return Memory(needed=needed, **parts, activations=activations, temporaries=rest - activations)
+
+
+def _bytes(tree: Any) -> int:
+    """On one device."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def kept_for_backward(experiment: Experiment) -> int:
+    """Bytes that differentiating one part of a batch keeps, on one device; found by tracing alone."""
+    task, state = experiment.task, experiment.abstract_state
+    batch = jax.eval_shape(lambda source: task.draw(source, jax.random.key(0)), experiment.abstract_source)
+
+    def pullback(params: Any, carry: Any, batch: Any) -> Any:
+        carry = task.begin(params, carry, batch)
+        rows = {name: params[name][ids] for name, ids in task.lookup(carry).items()}
+
+        def loss(trained: Any, rows: Any) -> Any:
+            return task.loss(params | trained, rows, carry, batch)
+
+        return jax.vjp(loss, select_trained(task, params), rows, has_aux=True)[1]
+
+    jaxpr = jax.make_jaxpr(pullback)(state.params, state.carry, batch).jaxpr
+    given = {id(var) for var in jaxpr.invars}  # weights, and the carry: there already
+    kept = {id(var): var.aval for var in jaxpr.outvars if id(var) not in given}
+    size = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in kept.values() if hasattr(aval, "shape"))
+    return size // (sharding.num_row_shards(experiment.mesh) * experiment.config.accumulation)
+
+
+def _work(program: hlo.Program) -> Work:
+    kernels: dict[tuple[Any, ...], int] = {}
+    for kernel in program.kernels:
+        work = (kernel.flops, kernel.hbm_bytes, kernel.elements, kernel.cycles)
+        kernels[work] = kernels.get(work, 0) + kernel.runs
+    collectives: dict[tuple[str, tuple[str, ...], int], list[hlo.Collective]] = {}
+    for collective in program.collectives:
+        if collective.group_size > 1:
+            kind = (collective.op, collective.axes, collective.group_size)
+            collectives.setdefault(kind, []).append(collective)
+    return Work(
+        kernels=tuple(
+            KernelGroup(runs=runs, flops=flops, hbm_bytes=hbm_bytes, elements=elements, cycles=cycles)
+            for (flops, hbm_bytes, elements, cycles), runs in kernels.items()
+        ),
+        collectives=tuple(
+            Traffic(
+                op=op,
+                axes=axes,
+                group_size=size,
+                runs=sum(one.runs for one in found),
+                payload_bytes=sum(one.runs * one.payload_bytes for one in found),
+                wire_bytes=sum(one.runs * one.wire_bytes for one in found),
+            )
+            for (op, axes, size), found in collectives.items()
+        ),
+        arguments=program.num_parameters,
+        donated=len(program.aliased),
+        unknown_loops=len(program.unknown_loops),
+        opaque_calls=program.opaque_calls,
+        unwanted=(
+            *(f"float64: {name}" for name in program.float64),
+            *(f"call of the host: {name}" for name in program.host_calls),
+            *(f"dynamic shape: {name}" for name in program.dynamic_shapes),
+        ),
+    )

@@ -1,0 +1,338 @@
+"""Plans from analyses: what they predict and cost, what they are cached by, what is refused before compiling."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fixtures import CONFIGS
+from tinypod import cli, plan, search, slices, tpu_compiler
+from tinypod.analysis import GIB, Analysis, KernelGroup, Memory, Traffic, Work
+from tinypod.config import load
+from tinypod.errors import ConfigError, UserError
+from tinypod.experiment import ExperimentConfig, describe_data
+from tinypod.prices import read_prices
+
+SUDOKU = CONFIGS / "trm" / "sudoku_mlp.yaml"
+V4_8, V4_64 = slices.find_slice("v4-8"), slices.find_slice("v4-64")
+
+
+def sudoku(*overrides: str) -> ExperimentConfig:
+    return load(SUDOKU, ["data.path=nowhere", "batch_size=6144", *overrides], ExperimentConfig)
+
+
+def work(kernels: list[KernelGroup], collectives: tuple[Traffic, ...] = ()) -> Work:
+    return Work(
+        kernels=tuple(kernels),
+        collectives=collectives,
+        arguments=2,
+        donated=1,
+        unknown_loops=0,
+        opaque_calls=(),
+        unwanted=(),
+    )
+
+
+def kernel(runs: int = 1, flops: float = 0, hbm_bytes: float = 0, cycles: int | None = None) -> KernelGroup:
+    return KernelGroup(runs=runs, flops=flops, hbm_bytes=hbm_bytes, elements=0, cycles=cycles)
+
+
+class FakeCompiler:
+    """Needs a state that FSDP splits, and activations that go with the rows; remat leaves a tenth of them for a third
+    more time. Counts what it is asked."""
+
+    def __init__(self, split_gib: float = 1.0, row_mib: float = 40.0) -> None:
+        self.split, self.row = split_gib * GIB, row_mib * 2**20
+        self.asked: list[tuple[str, int, int, bool]] = []
+
+    def __call__(self, config, info, target, *, tick=None) -> Analysis:
+        sizes = dict(zip(("data", "fsdp", "tensor"), config.mesh.shape(target.devices), strict=True))
+        shards = sizes["data"] * sizes["fsdp"]
+        remat = config.model.remat
+        self.asked.append((target.name, config.accumulation, sizes["fsdp"], remat))
+        state = int(self.split / sizes["fsdp"])
+        rows = config.batch_size // config.accumulation // shards
+        activations = int(rows * self.row * (0.1 if remat else 1.0))
+        fits = state + activations <= target.generation.usable_bytes
+        seconds = config.batch_size / shards * 1e-3 * (1.3 if remat else 1.0) * (1 + 0.01 * config.accumulation)
+        memory = Memory(
+            needed=state + activations,
+            weights=state,
+            optimizer=0,
+            averages=0,
+            carry=0,
+            data=0,
+            activations=activations,
+            temporaries=0,
+        )
+        done = work([kernel(cycles=int(seconds * target.generation.clock))]) if fits else None
+        return Analysis(mesh=sizes, memory=memory, work=done, compile_s=1.0)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def use(**settings) -> FakeCompiler:
+        fake = FakeCompiler(**settings)
+        monkeypatch.setattr(tpu_compiler, "compile_for", fake)
+        monkeypatch.setattr(tpu_compiler, "compiler_version", lambda: "fake")
+        plan._versions.cache_clear()
+        return fake
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield use
+    plan._versions.cache_clear()
+
+
+def planner(config: ExperimentConfig, **settings) -> plan.Planner:
+    from rich.console import Console
+
+    return plan.Planner(config, read_prices(None), Console(quiet=True), **settings)
+
+
+def test_a_kernel_takes_what_the_compiler_says_but_no_less_than_its_roofline() -> None:
+    chip = V4_8.generation
+    estimated = kernel(runs=3, flops=1e12, cycles=10_500_000)  # 10 ms by cycles, 3.6 ms at peak speed
+    unknown = kernel(runs=2, hbm_bytes=1.2e9)  # 1 ms at full bandwidth
+    too_good = kernel(hbm_bytes=2.4e9, cycles=1)
+    made = plan.predict(work([estimated, unknown, too_good]), V4_8)
+    assert made.on_chip_s == made.step_s == pytest.approx(3 * 10e-3 + 2 * 1e-3 + 2e-3)
+    assert made.compute_s == pytest.approx(3e12 / chip.peak_bf16)
+    assert made.hbm_s == pytest.approx(4.8e9 / chip.hbm_bandwidth)
+    assert made.estimated_share == pytest.approx(32 / 34)
+    assert made.interconnect_s == 0
+    assert made.bound == "compute"
+
+
+def test_the_exchange_between_chips_is_added() -> None:
+    """A v4-64 is 2×4×4 without wrap-around: one link of 45 GB/s along each of three axes."""
+    everyone = Traffic(op="all-reduce", axes=("data",), group_size=32, runs=1, payload_bytes=1, wire_bytes=135e6)
+    some = Traffic(op="all-gather", axes=("fsdp",), group_size=4, runs=8, payload_bytes=1, wire_bytes=45e6)
+    made = plan.predict(work([kernel(flops=1.0)], (everyone, some)), V4_64)
+    assert made.interconnect_s == pytest.approx(1e-3 + 1e-3)
+    assert made.bound == "interconnect"
+    assert slices.find_slice("v4-128").reduce_bandwidth == 6 * 45e9  # 4×4×4 is a torus
+    assert slices.find_slice("v6e-8").reduce_bandwidth == 2 * 90e9
+    assert slices.find_slice("v5e-256").reduce_bandwidth == 4 * 45e9
+    assert plan.predict(work([kernel(flops=1.0)], (everyone,)), slices.find_slice("tpu7x-8")).interconnect_s is None
+
+
+def test_small_kernels_are_bound_by_latency() -> None:
+    assert plan.predict(work([kernel(runs=1000, flops=1e6, cycles=10_000)]), V4_8).bound == "latency"
+
+
+def test_a_plan_says_hours_and_dollars(compiler) -> None:
+    compiler()
+    made = planner(sudoku("steps=36000", "eval.limit=null")).plan(V4_64)
+    assert made.prediction is not None
+    step_s = made.prediction.step_s
+    assert made.rows_per_device == 192
+    assert made.train_hours == pytest.approx(10 * step_s)
+    assert made.eval_hours == 0  # how many are held out is not known
+    assert made.dollars == pytest.approx(10 * step_s * 32 * 3.22)
+    assert made.dollars_spot == pytest.approx(0.4 * made.dollars)
+    assert made.examples_per_s == pytest.approx(6144 / step_s)
+    free = planner(sudoku(), grant=True).plan(V4_64)
+    assert free.dollars == free.dollars_spot == 0
+    evaluated = planner(sudoku("steps=36000", "eval.limit=6144", "eval.every_steps=3600")).plan(V4_64)
+    # 10 times, 16 forward passes over 6 144 puzzles; one is 3 cycles of the 5 that a training step has
+    assert evaluated.eval_hours == pytest.approx(10 * 16 * 3 / 5 * step_s / 3600)
+
+
+def test_asking_again_compiles_nothing(compiler) -> None:
+    fake = compiler()
+    first = planner(sudoku()).plan(V4_64)
+    again = planner(sudoku("optimizer.learning_rate=3e-4", "seed=5", "steps=10", "log.every_steps=7")).plan(V4_64)
+    assert (first.cached, again.cached) == (False, True)
+    assert len(fake.asked) == 1
+    assert again.analysis == first.analysis
+    for other in (
+        "batch_size=3072",
+        "model.hidden_size=256",
+        "accumulation=2",
+        "mesh.fsdp=2",
+        "ema_decay=null eval.weights=live",
+    ):
+        assert not planner(sudoku(*other.split())).plan(V4_64).cached, other
+    assert not planner(sudoku("data.expected={kind: sudoku, rows: 2000}")).plan(V4_64).cached
+    assert not planner(sudoku()).plan(V4_8).cached
+    assert not planner(sudoku(), fresh=True).plan(V4_64).cached
+    plan._versions.cache_clear()
+    tpu_compiler.compiler_version = lambda: "newer"
+    assert not planner(sudoku()).plan(V4_64).cached
+
+
+def test_a_damaged_cache_is_made_again(compiler) -> None:
+    fake = compiler()
+    planner(sudoku()).plan(V4_64)
+    [path] = plan.cache_folder().glob("*.json")
+    path.write_bytes(path.read_bytes()[:100])
+    assert not planner(sudoku()).plan(V4_64).cached
+    assert len(fake.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "target", "message"),
+    [
+        (["mesh.fsdp=3"], "v4-64", r"v4-64 has 32 devices: mesh: .* fsdp=3 .* does not divide"),
+        (["mesh.data=8"], "v4-64", r"v4-64 has 32 devices: mesh: .* makes 8 devices"),
+        (["batch_size=16"], "v4-64", r"the batch is too small for v4-64: .* = 16 rows .* 32 devices"),
+        (["batch_size=6145"], "v4-64", r"on v4-64, .*6145 rows do not divide .* multiple of 32"),
+        (["batch_size=64", "accumulation=4"], "v4-64", r"too small for v4-64: batch_size / accumulation = 16 rows"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_compiling(compiler, overrides, target, message) -> None:
+    fake = compiler()
+    with pytest.raises(ConfigError, match=message):
+        planner(sudoku(*overrides)).plan(slices.find_slice(target))
+    assert not fake.asked
+
+
+def test_a_batch_that_is_too_large_is_cut(compiler) -> None:
+    """60 GiB of activations on a v4-8: two parts are 30 and leave no room for the state, four do; so does remat, which
+    is slower."""
+    fake = compiler(split_gib=1.0)
+    made = planner(sudoku())
+    failed = made.plan(V4_8)
+    assert not failed.fits
+    found = search.find_fit(made, V4_8, failed)
+    assert found is not None
+    assert found.fits
+    assert found.overrides == ("accumulation=4",)
+    assert found.rows_per_device == 384
+    assert fake.asked == [("v4-8", 1, 1, False), ("v4-8", 4, 1, False), ("v4-8", 1, 1, True)]
+    assert made.plan(V4_8, found.overrides).cached
+
+
+def test_a_state_that_is_too_large_is_split(compiler) -> None:
+    fake = compiler(split_gib=100.0, row_mib=10.0)
+    made = planner(sudoku())
+    target = slices.find_slice("v4-16")
+    found = search.find_fit(made, target, made.plan(target))
+    assert found is not None
+    assert "mesh.fsdp=4" in found.overrides
+    assert found.analysis.mesh == {"data": 2, "fsdp": 4, "tensor": 1}
+    assert all(fsdp in (1, 4) for _, _, fsdp, _ in fake.asked)  # half of 100 GiB cannot fit either: not even tried
+    assert fake.asked[0][2] == 1
+
+
+def test_where_nothing_fits_none_is_proposed(compiler) -> None:
+    compiler(split_gib=1000.0)
+    made = planner(sudoku())
+    assert search.find_fit(made, V4_8, made.plan(V4_8)) is None
+    compiler(split_gib=1.0, row_mib=500_000.0)  # one row is too much
+    assert search.find_fit(made, V4_8, made.plan(V4_8)) is None
+
+
+def test_the_cheapest_within_a_time_and_the_fastest_for_a_sum(compiler) -> None:
+    fake = compiler(row_mib=1.0)
+    made = planner(sudoku("steps=36000"))
+    in_time = search.rank(made, None, max_hours=5.0, max_dollars=None, spot=False)
+    assert in_time
+    assert all(entry.hours <= 5 for entry in in_time)
+    costs = [entry.dollars for entry in in_time if entry.dollars is not None]
+    assert costs == sorted(costs)
+    assert all(entry.plan is not None for entry in in_time[: search.CONFIRMED])
+    assert any(entry.scaled_from for entry in in_time[search.CONFIRMED :])
+    assert len({name for name, *_ in fake.asked}) < 12  # not every slice was compiled
+    for_a_sum = search.rank(made, None, max_hours=None, max_dollars=200.0, spot=True)
+    assert all(entry.dollars_spot is not None and entry.dollars_spot <= 200 for entry in for_a_sum)
+    assert [entry.hours for entry in for_a_sum] == sorted(entry.hours for entry in for_a_sum)
+    assert search.rank(made, None, max_hours=0.001, max_dollars=None, spot=False) == []
+    named = search.rank(made, [V4_8, V4_64], max_hours=1000.0, max_dollars=None, spot=False)
+    assert {entry.slice.name for entry in named} == {"v4-8", "v4-64"}
+    assert all(entry.plan is not None for entry in named)
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(cli.app, ["plan", str(SUDOKU), "data.path=nowhere", *arguments], env={"COLUMNS": "170"})
+
+
+def test_the_command_prints_a_row_for_each_slice(compiler) -> None:
+    compiler()
+    done = run("--slice", "v4-64", "--slice", "v4-8", "batch_size=6144")
+    assert done.exit_code == 0, done.output
+    assert "30.75" in done.stdout
+    assert "v4-8: needs 61.00 GiB of 30.75 a device, 30.25 too much; fits with accumulation=4" in done.stdout
+    assert "does not fit" in done.stdout
+    assert "list prices for US regions, 2026-11-16" in done.stdout
+    answer = json.loads(run("--slice", "v4-64", "--slice", "v4-8", "batch_size=6144", "--json").stdout)
+    large, small = answer["plans"]
+    assert (large["fits"], small["fits"], small["proposal"]["fits"]) == (True, False, True)
+    assert large["proposal"] is None
+    assert small["proposal"]["overrides"] == ["accumulation=4"]
+    assert answer["prices"]["date"] == "2026-11-16"
+    assert large["dollars"] > 0
+    unsearched = json.loads(run("--slice", "v4-8", "batch_size=6144", "--json", "--no-search").stdout)
+    assert unsearched["plans"][0]["proposal"] is None
+
+
+def test_own_prices(compiler, tmp_path: Path) -> None:
+    compiler()
+    table = tmp_path / "prices.yaml"
+    table.write_text("{date: '2030-01-01', source: mine, on_demand: {v4: 1.0}, spot: {v4: 0.25}}")
+    [made] = json.loads(run("--slice", "v4-64", "--json", "--prices", str(table)).stdout)["plans"]
+    assert made["dollars"] == pytest.approx(32 * made["hours"])
+    assert made["dollars_spot"] == pytest.approx(8 * made["hours"])
+    [unknown] = json.loads(run("--slice", "v5e-8", "--json", "--prices", str(table)).stdout)["plans"]
+    assert unknown["dollars"] is None
+    table.write_text("{date: '2030-01-01', source: mine, on_demand: {v4: -1.0}}")
+    with pytest.raises(UserError, match=r"on_demand\.v4"):
+        raise run("--slice", "v4-64", "--prices", str(table)).exception
+    with pytest.raises(UserError, match=r"no file .*nowhere"):
+        raise run("--slice", "v4-64", "--prices", "nowhere").exception
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "say for which hardware"),
+        (["--slice", "v4-33"], "no such TPU slice; v4 comes as"),
+        (["--slice", "v4-64", "--measure"], "--measure .* needs --slice local"),
+        (["--slice", "local", "--budget", "3h"], "--slice local stands alone"),
+        (["--budget", "soon"], "--budget soon: expected a time like 24h"),
+        (["--budget", "0h"], "--budget 0h"),
+        (["--slice", "v4-64", "batch_size=100"], "on v4-64, .*100 rows do not divide"),
+        (["--slice", "v4-64", "bach_size=100"], "bach_size"),
+        (["--slice", "v4-64", "data.expected=null"], r"no dataset at .*data\.expected="),
+    ],
+)
+def test_errors_of_the_command(compiler, arguments: list[str], message: str) -> None:
+    compiler()
+    with pytest.raises(UserError, match=message):
+        raise run(*arguments).exception
+
+
+def test_the_ranking_is_printed(compiler) -> None:
+    compiler(row_mib=1.0)
+    done = run("--budget", "2d", "batch_size=6144")
+    assert done.exit_code == 0, done.output
+    assert "Slices within the budget" in done.stdout
+    assert "scaled from v4-8" in done.stdout
+    answer = json.loads(run("--dollars", "5000", "batch_size=6144", "--json").stdout)
+    assert answer["slices"][0]["hours"] <= answer["slices"][-1]["hours"]
+    nothing = run("--dollars", "0.01", "batch_size=6144")
+    assert "no slice keeps within this budget" in nothing.stdout
+
+
+def test_without_the_compiler_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    monkeypatch.setattr(tpu_compiler, "find_spec", lambda name: None)
+    plan._versions.cache_clear()
+    with pytest.raises(UserError, match=r"install the extra `plan`, pip install 'tinypod\[plan\]'"):
+        raise run("--slice", "v4-64").exception
+    monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "no.so"))
+    with pytest.raises(UserError, match=r"no\.so"):
+        raise run("--slice", "v4-64").exception
+
+
+def test_a_dataset_that_is_there_wins_over_the_expected_one(tmp_path: Path) -> None:
+    from fixtures import write_4x4
+
+    folder = write_4x4(tmp_path / "data")
+    assert describe_data(sudoku(f"data.path={folder}")).seq_len == 16
+    assert describe_data(sudoku()).seq_len == 81
+    assert describe_data(sudoku("data.expected={kind: sudoku, box: [2, 3]}")).vocab_size == 8
+    plain = describe_data(sudoku("data.expected={kind: plain, seq_len: 900, vocab_size: 12, num_identifiers: 7}"))
+    assert (plain.seq_len, plain.num_identifiers, plain.box) == (900, 7, None)
