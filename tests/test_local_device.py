@@ -22,18 +22,40 @@ def quiet() -> Console:
     return Console(file=io.StringIO())
 
 
-def test_the_prediction_adds_products_and_traffic(data: Path) -> None:
+def test_the_prediction_is_the_roofline_of_the_kernels(data: Path) -> None:
     built = experiment.build(tiny_config(data))
     found, _ = analysis.analyse(built)
     assert found.work is not None
-    probe = local_device.Probe(device_kind="x", devices=8, flops=1e9, bandwidth=1e8, memory_bytes=1)
-    made = local_device.make_local_plan(built, found, found.work, probe)
-    assert made.predicted_s == pytest.approx(found.work.flops / 1e9 + found.work.hbm_bytes / 1e8)
-    assert made.fits is False
+    probe = local_device.Probe(device_kind="x", devices=8, flops=5e7, bandwidth=1e8, memory_bytes=1)
+    made = local_device.make_local_plan(built, found, probe)
+    each = [k.runs * max(k.flops / 5e7, k.hbm_bytes / 1e8) for k in found.work.kernels]
+    assert made.predicted_s == pytest.approx(sum(each))
+    assert max(made.compute_s, made.memory_s) < made.predicted_s < made.compute_s + made.memory_s
+    assert not made.fits
     assert made.rows_per_device == 2
-    roomy = probe.model_copy(update={"memory_bytes": 2**40, "bandwidth": 1e15})
-    made = local_device.make_local_plan(built, found, found.work, roomy)
-    assert (made.fits, made.bound) == (True, "compute")
+    roomy = local_device.make_local_plan(built, found, probe.model_copy(update={"memory_bytes": 2**40}))
+    assert roomy.fits
+    silent = local_device.make_local_plan(built, found, probe.model_copy(update={"memory_bytes": None}))
+    assert silent.fits
+
+
+def test_where_it_does_not_fit_a_cut_is_found(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device with room for two thirds of what eight rows need."""
+    config = tiny_config(data, "batch_size=64")
+    needed = local_device.plan_here(config, quiet(), measure=False).analysis.memory
+    room = needed.state + int(0.66 * (needed.needed - needed.state))
+    probed = local_device.probe_device
+    monkeypatch.setattr(
+        local_device, "probe_device", lambda dtype: probed(dtype).model_copy(update={"memory_bytes": room})
+    )
+    failed = local_device.plan_here(config, quiet(), measure=True)
+    assert not failed.fits
+    assert failed.measured_s is None
+    found = local_device.find_fit_here(config, failed, quiet(), measure=True)
+    assert found is not None
+    assert found.fits
+    assert found.overrides
+    assert found.measured_s is not None
 
 
 def test_the_probe_is_a_speed() -> None:
@@ -73,6 +95,6 @@ def test_the_command_plans_a_dataset_that_is_not_there(tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     assert f"{jax.device_count()} × " in shown.stdout
     assert "predicted / measured" in shown.stdout
-    answer = json.loads(CliRunner().invoke(cli.app, [*arguments, "--json"]).stdout)
+    [answer] = json.loads(CliRunner().invoke(cli.app, [*arguments, "--json"]).stdout)
     assert answer["measured_s"] > 0
     assert answer["predicted_s"] > 0

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from fake_compiler import install, kernel, work
 from fixtures import CONFIGS
 from tinypod import cli, plan, search, slices, tpu_compiler
-from tinypod.analysis import GIB, Analysis, KernelGroup, Memory, Traffic, Work
+from tinypod.analysis import Traffic
 from tinypod.config import load
 from tinypod.errors import ConfigError, UserError
 from tinypod.experiment import ExperimentConfig, describe_data
@@ -22,72 +23,19 @@ def sudoku(*overrides: str) -> ExperimentConfig:
     return load(SUDOKU, ["data.path=nowhere", "batch_size=6144", *overrides], ExperimentConfig)
 
 
-def work(kernels: list[KernelGroup], collectives: tuple[Traffic, ...] = ()) -> Work:
-    return Work(
-        kernels=tuple(kernels),
-        collectives=collectives,
-        arguments=2,
-        donated=1,
-        unknown_loops=0,
-        opaque_calls=(),
-        unwanted=(),
-    )
-
-
-def kernel(runs: int = 1, flops: float = 0, hbm_bytes: float = 0, cycles: int | None = None) -> KernelGroup:
-    return KernelGroup(runs=runs, flops=flops, hbm_bytes=hbm_bytes, elements=0, cycles=cycles)
-
-
-class FakeCompiler:
-    """Needs a state that FSDP splits, and activations that go with the rows; remat leaves a tenth of them for a third
-    more time. Counts what it is asked."""
-
-    def __init__(self, split_gib: float = 1.0, row_mib: float = 40.0) -> None:
-        self.split, self.row = split_gib * GIB, row_mib * 2**20
-        self.asked: list[tuple[str, int, int, bool]] = []
-
-    def __call__(self, config, info, target, *, tick=None) -> Analysis:
-        sizes = dict(zip(("data", "fsdp", "tensor"), config.mesh.shape(target.devices), strict=True))
-        shards = sizes["data"] * sizes["fsdp"]
-        remat = config.model.remat
-        self.asked.append((target.name, config.accumulation, sizes["fsdp"], remat))
-        state = int(self.split / sizes["fsdp"])
-        rows = config.batch_size // config.accumulation // shards
-        activations = int(rows * self.row * (0.1 if remat else 1.0))
-        fits = state + activations <= target.generation.usable_bytes
-        seconds = config.batch_size / shards * 1e-3 * (1.3 if remat else 1.0) * (1 + 0.01 * config.accumulation)
-        memory = Memory(
-            needed=state + activations,
-            weights=state,
-            optimizer=0,
-            averages=0,
-            carry=0,
-            data=0,
-            activations=activations,
-            temporaries=0,
-        )
-        done = work([kernel(cycles=int(seconds * target.generation.clock))]) if fits else None
-        return Analysis(mesh=sizes, memory=memory, work=done, compile_s=1.0)
-
-
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    def use(**settings) -> FakeCompiler:
-        fake = FakeCompiler(**settings)
-        monkeypatch.setattr(tpu_compiler, "compile_for", fake)
-        monkeypatch.setattr(tpu_compiler, "compiler_version", lambda: "fake")
-        plan._versions.cache_clear()
-        return fake
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    yield use
-    plan._versions.cache_clear()
+    return lambda **settings: install(monkeypatch, tmp_path / "cache", **settings)
 
 
 def planner(config: ExperimentConfig, **settings) -> plan.Planner:
     from rich.console import Console
 
     return plan.Planner(config, read_prices(None), Console(quiet=True), **settings)
+
+
+def fit(made: plan.Planner, target: slices.Slice) -> plan.Plan | None:
+    return search.find_fit(made.config, made.plan(target), lambda overrides: made.plan(target, overrides))
 
 
 def test_a_kernel_takes_what_the_compiler_says_but_no_less_than_its_roofline() -> None:
@@ -157,8 +105,7 @@ def test_asking_again_compiles_nothing(compiler) -> None:
     assert not planner(sudoku("data.expected={kind: sudoku, rows: 2000}")).plan(V4_64).cached
     assert not planner(sudoku()).plan(V4_8).cached
     assert not planner(sudoku(), fresh=True).plan(V4_64).cached
-    plan._versions.cache_clear()
-    tpu_compiler.compiler_version = lambda: "newer"
+    compiler(row_mib=41.0)  # another version of the compiler
     assert not planner(sudoku()).plan(V4_64).cached
 
 
@@ -193,9 +140,8 @@ def test_a_batch_that_is_too_large_is_cut(compiler) -> None:
     is slower."""
     fake = compiler(split_gib=1.0)
     made = planner(sudoku())
-    failed = made.plan(V4_8)
-    assert not failed.fits
-    found = search.find_fit(made, V4_8, failed)
+    assert not made.plan(V4_8).fits
+    found = fit(made, V4_8)
     assert found is not None
     assert found.fits
     assert found.overrides == ("accumulation=4",)
@@ -208,7 +154,7 @@ def test_a_state_that_is_too_large_is_split(compiler) -> None:
     fake = compiler(split_gib=100.0, row_mib=10.0)
     made = planner(sudoku())
     target = slices.find_slice("v4-16")
-    found = search.find_fit(made, target, made.plan(target))
+    found = fit(made, target)
     assert found is not None
     assert "mesh.fsdp=4" in found.overrides
     assert found.analysis.mesh == {"data": 2, "fsdp": 4, "tensor": 1}
@@ -219,9 +165,9 @@ def test_a_state_that_is_too_large_is_split(compiler) -> None:
 def test_where_nothing_fits_none_is_proposed(compiler) -> None:
     compiler(split_gib=1000.0)
     made = planner(sudoku())
-    assert search.find_fit(made, V4_8, made.plan(V4_8)) is None
+    assert fit(made, V4_8) is None
     compiler(split_gib=1.0, row_mib=500_000.0)  # one row is too much
-    assert search.find_fit(made, V4_8, made.plan(V4_8)) is None
+    assert fit(made, V4_8) is None
 
 
 def test_the_cheapest_within_a_time_and_the_fastest_for_a_sum(compiler) -> None:
@@ -319,7 +265,6 @@ def test_without_the_compiler_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     monkeypatch.setattr(tpu_compiler, "find_spec", lambda name: None)
-    plan._versions.cache_clear()
     with pytest.raises(UserError, match=r"install the extra `plan`, pip install 'tinypod\[plan\]'"):
         raise run("--slice", "v4-64").exception
     monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "no.so"))

@@ -64,6 +64,9 @@ class KernelGroup(Facts):
     elements: float
     cycles: int | None
 
+    def roofline_s(self, flops: float, bandwidth: float) -> float:
+        return max(self.flops / flops, self.hbm_bytes / bandwidth)
+
 
 class Work(Facts):
     kernels: tuple[KernelGroup, ...]
@@ -81,6 +84,10 @@ class Work(Facts):
     @property
     def hbm_bytes(self) -> float:
         return sum(kernel.runs * kernel.hbm_bytes for kernel in self.kernels)
+
+    def roofline_s(self, flops: float, bandwidth: float) -> float:
+        """Kernel after kernel, each limited by its products at so many FLOP/s or its bytes at so many bytes/s."""
+        return sum(kernel.runs * kernel.roofline_s(flops, bandwidth) for kernel in self.kernels)
 
     def notes(self) -> list[str]:
         """What the numbers leave out, and what should not be in a step."""

@@ -1,15 +1,16 @@
 """Plans for the device at hand, and what they are worth: prediction beside measurement.
 
-The device is probed: a large matrix product in the model's dtype, and one pass over a large array. The prediction adds
-up, over the kernels of the compiled step, products at the first speed and bytes at the second: on a GPU kernels follow
-one another, and each is either one or the other for most of its time. Exchange between devices is not in it.
+The device is probed: a large matrix product in the model's dtype, and one pass over a large array. The prediction is
+the roofline of the compiled step's kernels, one after the other, at these two speeds. Exchange between devices is not
+in it.
 """
 
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +20,12 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from tinypod.analysis import GIB, Analysis, Facts, Work, analyse
-from tinypod.errors import UserError
+from tinypod.analysis import GIB, Analysis, Facts, analyse
 from tinypod.experiment import Experiment, ExperimentConfig, build, describe_data
 from tinypod.models import trm
+from tinypod.plan import changed
+from tinypod.plan_tables import traffic_text
+from tinypod.search import find_fit
 
 MEASURED_STEPS = 10
 _PROBE_S = 0.3  # how long each probe goes on, at least
@@ -39,19 +42,31 @@ class Probe(Facts):
 
 
 class LocalPlan(Facts):
+    overrides: tuple[str, ...]  # besides those the user gave
     probe: Probe
     batch_size: int
     rows_per_device: int
     model_flops: float
     analysis: Analysis
-    fits: bool | None  # None: the device does not say how much it has
+    fits: bool  # True also where the device does not say how much memory it has
     compute_s: float
     memory_s: float
     predicted_s: float
-    bound: Literal["compute", "memory"]
     hours: float  # of training, as predicted
     measured_s: float | None = None
     measured_peak_bytes: int | None = None
+
+    @property
+    def devices(self) -> int:
+        return self.probe.devices
+
+    @property
+    def usable_bytes(self) -> int:
+        return self.probe.memory_bytes or sys.maxsize
+
+    @property
+    def step_s(self) -> float | None:
+        return self.predicted_s if self.fits else None
 
     @property
     def ratio(self) -> float | None:
@@ -59,45 +74,52 @@ class LocalPlan(Facts):
         return None if self.measured_s is None else self.predicted_s / self.measured_s
 
 
-def plan_here(config: ExperimentConfig, console: Console, *, measure: bool) -> LocalPlan:
-    """Compile for the local devices and predict; `measure`: run ten steps, too."""
+def plan_here(
+    config: ExperimentConfig, console: Console, *, measure: bool, overrides: tuple[str, ...] = ()
+) -> LocalPlan:
+    """Compile for the local devices and predict; `measure`: run ten steps, too, if they fit."""
+    config = changed(config, overrides)
     experiment = build(config, info=describe_data(config))
-    with Status("compiling for the device at hand", console=console):
+    what = f" with {' '.join(overrides)}" * bool(overrides)
+    with Status(f"compiling for the device at hand{what}", console=console):
         analysis, compiled = analyse(experiment)
-    if compiled is None or analysis.work is None:
-        raise UserError(
-            f"the step needs {analysis.memory.needed / GIB:.2f} GiB a device, which is more than there is; raise "
-            "accumulation, or set model.remat=true"
-        )
     with Status("probing the device", console=console):
         probe = probe_device(config.model.dtype)
-    plan = make_local_plan(experiment, analysis, analysis.work, probe)
-    if not measure:
+    plan = make_local_plan(experiment, analysis, probe, overrides)
+    if not measure or compiled is None or not plan.fits:
         return plan
-    if plan.fits is False:
-        raise UserError(f"it does not fit: {_memory(plan)}; raise accumulation, or set model.remat=true")
     with Status(f"running {MEASURED_STEPS} steps", console=console):
         measured_s = measure_step(experiment, compiled)
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return plan.model_copy(update={"measured_s": measured_s, "measured_peak_bytes": peak})
 
 
-def make_local_plan(experiment: Experiment, analysis: Analysis, work: Work, probe: Probe) -> LocalPlan:
-    config, mesh = experiment.config, analysis.mesh
-    compute_s, memory_s = work.flops / probe.flops, work.hbm_bytes / probe.bandwidth
-    fits = None if probe.memory_bytes is None else analysis.memory.needed <= probe.memory_bytes
+def find_fit_here(config: ExperimentConfig, failed: LocalPlan, console: Console, *, measure: bool) -> LocalPlan | None:
+    """The fastest variant found that fits, measured if asked for."""
+    found = find_fit(config, failed, lambda overrides: plan_here(config, console, measure=False, overrides=overrides))
+    return (
+        found if found is None or not measure else plan_here(config, console, measure=True, overrides=found.overrides)
+    )
+
+
+def make_local_plan(
+    experiment: Experiment, analysis: Analysis, probe: Probe, overrides: tuple[str, ...] = ()
+) -> LocalPlan:
+    config, mesh, work = experiment.config, analysis.mesh, analysis.work
+    too_large = probe.memory_bytes is not None and analysis.memory.needed > probe.memory_bytes
+    predicted_s = 0.0 if work is None else work.roofline_s(probe.flops, probe.bandwidth)
     return LocalPlan(
+        overrides=overrides,
         probe=probe,
         batch_size=config.batch_size,
         rows_per_device=config.batch_size // config.accumulation // (mesh["data"] * mesh["fsdp"]),
         model_flops=float(trm.count_matmul_flops(config.model, experiment.shape) * config.batch_size),
         analysis=analysis,
-        fits=fits,
-        compute_s=compute_s,
-        memory_s=memory_s,
-        predicted_s=compute_s + memory_s,
-        bound="compute" if compute_s > memory_s else "memory",
-        hours=config.steps * (compute_s + memory_s) / 3600,
+        fits=work is not None and not too_large,
+        compute_s=0.0 if work is None else work.flops / probe.flops,
+        memory_s=0.0 if work is None else work.hbm_bytes / probe.bandwidth,
+        predicted_s=predicted_s,
+        hours=config.steps * predicted_s / 3600,
     )
 
 
@@ -167,38 +189,40 @@ def _source(experiment: Experiment) -> Any:
 
 def render(plan: LocalPlan) -> RenderableType:
     probe, work = plan.probe, plan.analysis.work
-    assert work is not None
-    table = Table(title=f"{probe.devices} × {probe.device_kind}", title_justify="left", show_header=False)
+    changes = f" with {' '.join(plan.overrides)}" * bool(plan.overrides)
+    table = Table(title=f"{probe.devices} × {probe.device_kind}{changes}", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    rows = {
-        "probed: matrix products": f"{probe.flops / 1e12:,.2f} TFLOP/s",
-        "probed: memory": f"{probe.bandwidth / 1e9:,.1f} GB/s",
-        "rows a device": f"{plan.rows_per_device:,}",
-        "memory": _memory(plan),
-        "TFLOP a step, by the model": f"{plan.model_flops / 1e12:,.3f}",
-        "TFLOP a step, as compiled": f"{work.flops * probe.devices / 1e12:,.3f}",
-        "GB moved a step and device": f"{work.hbm_bytes / 1e9:,.2f}",
-        "products": f"{1e3 * plan.compute_s:,.1f} ms",
-        "memory traffic": f"{1e3 * plan.memory_s:,.1f} ms",
-        "predicted step": f"{1e3 * plan.predicted_s:,.1f} ms, most of it {plan.bound}",
-        "predicted examples/s": f"{plan.batch_size / plan.predicted_s:,.0f}",
-        "predicted training": f"{plan.hours:,.2f} h",
-    }
-    if plan.measured_s is not None and plan.ratio is not None:
+    rows = {"rows a device": f"{plan.rows_per_device:,}", "memory": _memory(plan)} | _memory_parts(plan)
+    if plan.fits and work is not None:
         rows |= {
-            "measured step": f"{1e3 * plan.measured_s:,.1f} ms",
-            "measured examples/s": f"{plan.batch_size / plan.measured_s:,.0f}",
-            "predicted / measured": f"{plan.ratio:.2f}",
+            "TFLOP a step, by the model": f"{plan.model_flops / 1e12:,.3f}",
+            "TFLOP a step, as compiled": f"{work.flops * probe.devices / 1e12:,.3f}",
+            "GB moved a step and device": f"{work.hbm_bytes / 1e9:,.2f}",
+            "collectives": "\n".join(map(traffic_text, work.collectives)) or "none",
+            "matrix products alone": f"{1e3 * plan.compute_s:,.1f} ms at {probe.flops / 1e12:,.2f} TFLOP/s, as probed",
+            "memory traffic alone": f"{1e3 * plan.memory_s:,.1f} ms at {probe.bandwidth / 1e9:,.0f} GB/s, as probed",
+            "predicted step": f"{1e3 * plan.predicted_s:,.1f} ms, {plan.batch_size / plan.predicted_s:,.0f} examples/s",
+            "predicted training": f"{plan.hours:,.2f} h",
         }
+    if plan.measured_s is not None and plan.ratio is not None:
+        rows["measured step"] = f"{1e3 * plan.measured_s:,.1f} ms, {plan.batch_size / plan.measured_s:,.0f} examples/s"
+        rows["predicted / measured"] = f"{plan.ratio:.2f}"
         if plan.measured_peak_bytes is not None:
             rows["measured peak memory"] = f"{plan.measured_peak_bytes / GIB:,.2f} GiB"
     for name, value in rows.items():
         table.add_row(name, value)
-    how = "The prediction is a roofline from the two probed speeds: products and memory traffic, one after the other."
+    how = "The prediction is a roofline: kernel after kernel, each at the one of the two probed speeds that limits it."
     return Group(table, Text(how, style="dim"))
 
 
-def _memory(plan: LocalPlan) -> str:
+def _memory(plan: LocalPlan) -> str | Text:
     needed, there = plan.analysis.memory.needed / GIB, plan.probe.memory_bytes
-    return f"{needed:,.2f} GiB" if there is None else f"{needed:,.2f} of {there / GIB:,.2f} GiB"
+    text = f"{needed:,.2f} GiB" if there is None else f"{needed:,.2f} of {there / GIB:,.2f} GiB"
+    return text if plan.fits else Text(f"{text}: does not fit", style="bold red")
+
+
+def _memory_parts(plan: LocalPlan) -> dict[str, str | Text]:
+    memory = plan.analysis.memory
+    names = ("weights", "optimizer", "averages", "carry", "data", "activations", "temporaries")
+    return {f"  {name}": f"{getattr(memory, name) / 2**20:,.1f} MiB" for name in names}

@@ -62,7 +62,6 @@ class Prediction(Facts):
     hbm_s: float  # bytes at full bandwidth
     interconnect_s: float | None  # None: its speed is not known
     bound: Literal["compute", "HBM", "interconnect", "latency"]  # latency: many small kernels, each far from a limit
-    method: Literal["compiler", "roofline"]
     estimated_share: float  # of `on_chip_s`: kernels for which the compiler has an estimate
 
 
@@ -97,8 +96,12 @@ class Plan(Facts):
         return None if self.train_hours is None else self.train_hours + (self.eval_hours or 0.0)
 
     @property
+    def step_s(self) -> float | None:
+        return None if self.prediction is None else self.prediction.step_s
+
+    @property
     def examples_per_s(self) -> float | None:
-        return None if self.prediction is None else self.batch_size / self.prediction.step_s
+        return None if self.step_s is None else self.batch_size / self.step_s
 
 
 class Planner:
@@ -227,7 +230,7 @@ def predict(work: Work, target: slices.Slice) -> Prediction:
     bandwidth = generation.hbm_bandwidth / generation.devices_per_chip
     on_chip_s = estimated_s = 0.0
     for kernel in work.kernels:
-        seconds = max(kernel.flops / peak, kernel.hbm_bytes / bandwidth, (kernel.cycles or 0) / generation.clock)
+        seconds = max(kernel.roofline_s(peak, bandwidth), (kernel.cycles or 0) / generation.clock)
         on_chip_s += kernel.runs * seconds
         estimated_s += kernel.runs * seconds * (kernel.cycles is not None)
     interconnect_s = _interconnect_s(work, target)
@@ -245,7 +248,6 @@ def predict(work: Work, target: slices.Slice) -> Prediction:
         hbm_s=parts["HBM"],
         interconnect_s=interconnect_s,
         bound=bound if parts[bound] > step_s / 5 else "latency",
-        method="compiler",
         estimated_share=estimated_s / on_chip_s if on_chip_s else 0.0,
     )
 
@@ -288,19 +290,24 @@ def _without_numbers(tree: Any) -> Any:
     return "a number" if isinstance(tree, float) else tree
 
 
-@cache
 def _versions() -> dict[str, str]:
+    settings = {name: os.environ[name] for name in _SETTINGS if name in os.environ}
+    return {
+        "source": _source_hash(),
+        "jax": version("jax"),
+        "jaxlib": version("jaxlib"),
+        "compiler": tpu_compiler.compiler_version(),
+    } | settings
+
+
+@cache
+def _source_hash() -> str:
     package = Path(__file__).parent
     source = hashlib.sha256()
     for name in _SOURCES:
         for path in sorted((package / name).rglob("*.py")) or [package / name]:
             source.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
-    return {
-        "source": source.hexdigest(),
-        "jax": version("jax"),
-        "jaxlib": version("jaxlib"),
-        "compiler": tpu_compiler.compiler_version(),
-    } | {name: os.environ[name] for name in _SETTINGS if name in os.environ}
+    return source.hexdigest()
 
 
 def _read_cached(path: Path) -> Analysis | None:

@@ -10,36 +10,54 @@ of those are compiled in turn.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from tinypod import slices
+from tinypod.analysis import Analysis
 from tinypod.errors import ConfigError, UserError
 from tinypod.experiment import ExperimentConfig
-from tinypod.plan import Plan, Planner, changed, check
+from tinypod.plan import Plan, Planner, check
 
 MAX_DEVICES = 256  # of slices that are ranked unasked
 CONFIRMED = 3  # ranked slices that are compiled, from the best on
 _HEADROOM = 0.98  # of the memory, where a guess aims at
 
 
-def find_fit(planner: Planner, target: slices.Slice, failed: Plan) -> Plan | None:
-    """The fastest plan found that fits, as overrides of the config; None if there is none."""
-    if failed.fits:
-        return failed
-    for fsdp in _fsdp_sizes(planner.config, failed):
+class Candidate(Protocol):
+    """A plan of some variant of a config, for a slice or for the device at hand."""
+
+    @property
+    def fits(self) -> bool: ...
+    @property
+    def step_s(self) -> float | None: ...
+    @property
+    def devices(self) -> int: ...
+    @property
+    def usable_bytes(self) -> int: ...
+    @property
+    def analysis(self) -> Analysis: ...
+
+
+C = TypeVar("C", bound=Candidate)
+Attempt = Callable[[tuple[str, ...]], C]  # the plan of the config with these overrides
+
+
+def find_fit(config: ExperimentConfig, failed: C, attempt: Attempt[C]) -> C | None:
+    """The fastest variant found that fits; None if there is none."""
+    for fsdp in _fsdp_sizes(failed):
         found = [
             plan
-            for remat in ([True] if planner.config.model.remat else [False, True])
-            if (plan := _smallest_accumulation(planner, target, fsdp, remat, failed)) is not None
+            for remat in ([True] if config.model.remat else [False, True])
+            if (plan := _smallest_accumulation(config, fsdp, remat, failed, attempt)) is not None
         ]
         if found:
-            return min(found, key=lambda plan: plan.prediction.step_s if plan.prediction else math.inf)
+            return min(found, key=lambda plan: math.inf if plan.step_s is None else plan.step_s)
     return None
 
 
-def _fsdp_sizes(config: ExperimentConfig, failed: Plan) -> Iterator[int]:
+def _fsdp_sizes(failed: Candidate) -> Iterator[int]:
     """From the config's own on, doubling; sizes at which the state could not fit are left out."""
     mesh, memory = failed.analysis.mesh, failed.analysis.memory
     split = memory.weights + memory.optimizer + memory.averages
@@ -50,16 +68,15 @@ def _fsdp_sizes(config: ExperimentConfig, failed: Plan) -> Iterator[int]:
         size *= 2
 
 
-def _smallest_accumulation(planner: Planner, target: slices.Slice, fsdp: int, remat: bool, failed: Plan) -> Plan | None:
-    config, memory = planner.config, failed.analysis.memory
-    same = fsdp == failed.analysis.mesh["fsdp"] and remat == config.model.remat
-    parts = _first_guess(config.accumulation, memory.needed, memory.state, failed.usable_bytes) if same else 1
-    parts = max(parts, config.accumulation)
+def _smallest_accumulation(
+    config: ExperimentConfig, fsdp: int, remat: bool, failed: C, attempt: Attempt[C]
+) -> C | None:
+    parts, memory = config.accumulation, failed.analysis.memory
+    if fsdp == failed.analysis.mesh["fsdp"] and remat == config.model.remat:
+        parts = max(2 * parts, _first_guess(parts, memory.needed, memory.state, failed.usable_bytes))
     while True:
-        overrides = _as_overrides(config, parts, remat, fsdp)
         try:
-            check(changed(config, overrides), target)
-            plan = planner.plan(target, overrides)
+            plan = attempt(_as_overrides(config, parts, remat, fsdp))
         except ConfigError:
             return None  # fewer rows than devices, or weights that do not divide
         if plan.fits:
@@ -185,7 +202,7 @@ def _estimate(planner: Planner, candidates: Sequence[slices.Slice], *, compile_a
 def _confirmed(planner: Planner, target: slices.Slice) -> Ranked | None:
     plan = planner.plan(target)
     if not plan.fits:
-        found = find_fit(planner, target, plan)
+        found = find_fit(planner.config, plan, lambda overrides: planner.plan(target, overrides))
         if found is None:
             return None
         plan = found

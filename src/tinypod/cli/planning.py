@@ -54,7 +54,7 @@ def plan(
         raise UserError("--measure runs steps, so it needs --slice local")
     loaded = load_config(config, overrides)
     if names == [LOCAL]:
-        _plan_local(loaded, measure=measure, as_json=as_json)
+        _plan_local(loaded, measure=measure, search=search, as_json=as_json)
     elif ranked:
         hours = None if budget is None else parse_hours(budget)
         _rank(loaded, names, hours, max_dollars, spot=spot, grant=grant, prices=prices_file, fresh=fresh, json_=as_json)
@@ -74,6 +74,7 @@ def _plan_slices(
     config: Any, names: list[str], *, grant: bool, prices: Path | None, search: bool, fresh: bool, json_: bool
 ) -> None:
     import json
+    from functools import partial
 
     from tinypod import plan_tables
     from tinypod import slices as table
@@ -93,7 +94,8 @@ def _plan_slices(
         shown.append(made)
         proposal = None
         if not made.fits:
-            proposal = find_fit(planner, target, made) if search else None
+            if search:
+                proposal = find_fit(config, made, partial(planner.plan, target))
             shown += [proposal] if proposal else []
             messages.append(plan_tables.too_large(made, proposal))
         answers.append(plan_tables.as_json(made, proposal))
@@ -137,14 +139,39 @@ def _rank(
         console.print("no slice keeps within this budget: fewer steps, a smaller model, or more of either")
 
 
-def _plan_local(config: Any, *, measure: bool, as_json: bool) -> None:
+def _plan_local(config: Any, *, measure: bool, search: bool, as_json: bool) -> None:
     from tinypod import local_device
 
-    comparison = local_device.plan_here(config, errors, measure=measure)
+    shown = [local_device.plan_here(config, errors, measure=measure)]
+    if not shown[0].fits and search:
+        found = local_device.find_fit_here(config, shown[0], errors, measure=measure)
+        shown += [found] if found else []
     if as_json:
-        print(comparison.model_dump_json())
-    else:
-        console.print(local_device.render(comparison))
+        print(f"[{', '.join(plan.model_dump_json() for plan in shown)}]")
+        return
+    for plan in shown:
+        console.print(local_device.render(plan))
+
+
+@app.command("memory-guide")
+def memory_guide(
+    configs: Annotated[list[str], typer.Argument(help="YAML configs.")],
+    out: Annotated[Path, typer.Option(help="The Markdown file to write its tables into, below its first paragraphs.")],
+    slice_names: Annotated[list[str] | None, typer.Option("--slice", help="Slices; default: a usual choice.")] = None,
+) -> None:
+    """Which batch fits which chip, for each config: regenerates `docs/memory.md` by compiling.
+
+    It takes minutes for each config and generation of chips; what was compiled is kept, so that it can be stopped and
+    started again.
+
+    Example: `tinypod memory-guide configs/demo.yaml configs/trm/*.yaml --out docs/memory.md`
+    """
+    from tinypod.memory_guide import DEFAULT_SLICES, make_guide, write_guide
+    from tinypod.prices import read_prices
+
+    loaded = [(Path(name).stem, load_config(name, None)) for name in configs]
+    write_guide(out, make_guide(loaded, slice_names or DEFAULT_SLICES, read_prices(None), errors))
+    console.print(f"wrote {out}", highlight=False)
 
 
 @app.command()

@@ -1,0 +1,116 @@
+"""Which batch fits which chip, for which config: the table that people keep by hand, found by compiling.
+
+What a step needs grows in a straight line with the rows a device has. A batch that is far too large is refused within
+seconds and says what it would need, which gives the line; the batch where it meets the chip's memory is then compiled,
+to be sure. Slices of one generation have the same chip and differ only in what the chips exchange, so that one of them,
+the smallest asked for, stands for all.
+"""
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.console import Console
+
+from tinypod import slices, tpu_compiler
+from tinypod.analysis import GIB
+from tinypod.experiment import ExperimentConfig
+from tinypod.plan import Plan, Planner, changed
+from tinypod.prices import Prices
+from tinypod.storage import replace_file
+
+DEFAULT_SLICES = ("v4-8", "v4-64", "v5e-8", "v5p-128", "v6e-1", "v6e-4", "v6e-8")
+MARK = "<!-- Made by `tinypod memory-guide`; what stands below is written over. -->"
+_STEP = 16  # rows a device: the guide's batches are multiples of it
+_AIM = 0.97  # of the memory
+_FAR_TOO_MANY = 16384  # rows a device, for most
+_TRIES = 4
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The largest batch that was found to fit one chip."""
+
+    config: str
+    remat: bool
+    target: slices.Slice  # for which it was compiled
+    plan: Plan | None  # None: not even the smallest batch fits
+
+
+def largest_batch(
+    config: ExperimentConfig, target: slices.Slice, remat: bool, prices: Prices, console: Console
+) -> Plan | None:
+    """The plan with the most rows a device that fits, to within a few per cent."""
+    planner = Planner(changed(config, (f"model.remat={str(remat).lower()}",)), prices, console)
+
+    def with_rows(rows: int) -> Plan:
+        return planner.plan(target, (f"batch_size={rows * target.devices}", "accumulation=1"))
+
+    rows, fitting = _FAR_TOO_MANY, None
+    while (probe := with_rows(rows)).fits:
+        fitting, rows = probe, 4 * rows
+    for _ in range(_TRIES):
+        guess = _crossing(probe, rows)
+        if guess < _STEP or (fitting is not None and guess <= fitting.rows_per_device):
+            return fitting
+        probe, rows = with_rows(guess), guess
+        if probe.fits:
+            return probe
+    return fitting
+
+
+def _crossing(plan: Plan, rows: int) -> int:
+    """Rows a device at which the straight line through this plan meets the memory that there is."""
+    memory = plan.analysis.memory
+    fixed = memory.state - memory.carry
+    each = max(1.0, (memory.needed - fixed) / rows)
+    return int((_AIM * plan.usable_bytes - fixed) / each) // _STEP * _STEP
+
+
+def make_guide(
+    configs: Sequence[tuple[str, ExperimentConfig]], names: Sequence[str], prices: Prices, console: Console
+) -> str:
+    """The guide, as Markdown."""
+    targets = [slices.find_slice(name) for name in names]
+    compiled = {
+        generation: min((t for t in targets if t.generation is generation), key=lambda target: target.devices)
+        for generation in dict.fromkeys(target.generation for target in targets)
+    }
+    sections = []
+    for name, config in configs:
+        entries = {
+            (generation, remat): Entry(name, remat, target, largest_batch(config, target, remat, prices, console))
+            for generation, target in compiled.items()
+            for remat in (False, True)
+        }
+        rows = [_row(target, entries[target.generation, False], entries[target.generation, True]) for target in targets]
+        sections.append("\n".join([f"## {name}", "", *_HEADER, *rows]))
+    made = f"jax {version('jax')}, libtpu {tpu_compiler.compiler_version()}, {datetime.date.today()}."
+    return "\n\n".join([made, *sections]) + "\n"
+
+
+def write_guide(path: Path, guide: str) -> None:
+    """Into the file, in place of what stands below its mark; what a person wrote above it stays."""
+    text = path.read_text() if path.exists() else "# What fits\n\n"
+    replace_file(path, f"{text.partition(MARK)[0]}{MARK}\n\n{guide}".encode())
+
+
+_HEADER = (
+    "| slice | devices | HBM GiB a device | rows a device | batch | needs GiB"
+    " | rows, `model.remat=true` | batch | needs GiB |",
+    "|---|---|---|---|---|---|---|---|---|",
+)
+
+
+def _row(target: slices.Slice, plain: Entry, remat: Entry) -> str:
+    cells = [target.name, str(target.devices), f"{target.generation.usable_bytes / GIB:.2f}"]
+    for entry in (plain, remat):
+        plan = entry.plan
+        if plan is None:
+            cells += ["none", "none", "–"]
+            continue
+        batch = plan.rows_per_device * target.devices
+        cells += [f"{plan.rows_per_device:,}", f"{batch:,}", f"{plan.analysis.memory.needed / GIB:.1f}"]
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,65 @@
+"""A compiler that answers at once, for tests of what is made of its answers."""
+
+from pathlib import Path
+
+import pytest
+
+from tinypod import tpu_compiler
+from tinypod.analysis import GIB, Analysis, KernelGroup, Memory, Traffic, Work
+
+
+def install(monkeypatch: pytest.MonkeyPatch, cache: Path, **settings) -> "FakeCompiler":
+    """In the TPU compiler's place, with a cache of its own; other settings are another version of it."""
+    fake = FakeCompiler(**settings)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setattr(tpu_compiler, "compile_for", fake)
+    monkeypatch.setattr(tpu_compiler, "compiler_version", lambda: f"fake {settings}")
+    return fake
+
+
+def work(kernels: list[KernelGroup], collectives: tuple[Traffic, ...] = ()) -> Work:
+    return Work(
+        kernels=tuple(kernels),
+        collectives=collectives,
+        arguments=2,
+        donated=1,
+        unknown_loops=0,
+        opaque_calls=(),
+        unwanted=(),
+    )
+
+
+def kernel(runs: int = 1, flops: float = 0, hbm_bytes: float = 0, cycles: int | None = None) -> KernelGroup:
+    return KernelGroup(runs=runs, flops=flops, hbm_bytes=hbm_bytes, elements=0, cycles=cycles)
+
+
+class FakeCompiler:
+    """Needs a state that FSDP splits, and activations that go with the rows; remat leaves a tenth of them for a third
+    more time. Counts what it is asked."""
+
+    def __init__(self, split_gib: float = 1.0, row_mib: float = 40.0) -> None:
+        self.split, self.row = split_gib * GIB, row_mib * 2**20
+        self.asked: list[tuple[str, int, int, bool]] = []
+
+    def __call__(self, config, info, target, *, tick=None) -> Analysis:
+        sizes = dict(zip(("data", "fsdp", "tensor"), config.mesh.shape(target.devices), strict=True))
+        shards = sizes["data"] * sizes["fsdp"]
+        remat = config.model.remat
+        self.asked.append((target.name, config.accumulation, sizes["fsdp"], remat))
+        state = int(self.split / sizes["fsdp"])
+        rows = config.batch_size // config.accumulation // shards
+        activations = int(rows * self.row * (0.1 if remat else 1.0))
+        fits = state + activations <= target.generation.usable_bytes
+        seconds = config.batch_size / shards * 1e-3 * (1.3 if remat else 1.0) * (1 + 0.01 * config.accumulation)
+        memory = Memory(
+            needed=state + activations,
+            weights=state,
+            optimizer=0,
+            averages=0,
+            carry=0,
+            data=0,
+            activations=activations,
+            temporaries=0,
+        )
+        done = work([kernel(cycles=int(seconds * target.generation.clock))]) if fits else None
+        return Analysis(mesh=sizes, memory=memory, work=done, compile_s=1.0)
