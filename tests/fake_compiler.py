@@ -37,20 +37,23 @@ class FakeCompiler:
     """Needs a state that FSDP splits, and activations that go with the rows; remat leaves a tenth of them for a third
     more time. Counts what it is asked."""
 
-    def __init__(self, split_gib: float = 1.0, row_mib: float = 40.0) -> None:
-        self.split, self.row = split_gib * GIB, row_mib * 2**20
+    def __init__(
+        self, split_gib: float = 1.0, row_mib: float = 40.0, fixed_gib: float = 0.0, latency_s: float = 0.0
+    ) -> None:
+        self.split, self.row, self.fixed, self.latency_s = split_gib * GIB, row_mib * 2**20, fixed_gib * GIB, latency_s
         self.asked: list[tuple[str, int, int, bool]] = []
 
-    def __call__(self, config, info, target, *, tick=None) -> Analysis:
+    def __call__(self, config, data, target, *, tick=None) -> Analysis:
         sizes = dict(zip(("data", "fsdp", "tensor"), config.mesh.shape(target.devices), strict=True))
         shards = sizes["data"] * sizes["fsdp"]
         remat = config.model.remat
         self.asked.append((target.name, config.accumulation, sizes["fsdp"], remat))
         state = int(self.split / sizes["fsdp"])
         rows = config.batch_size // config.accumulation // shards
-        activations = int(rows * self.row * (0.1 if remat else 1.0))
+        activations = int(rows * self.row * (0.1 if remat else 1.0) + self.fixed)
         fits = state + activations <= target.generation.usable_bytes
         seconds = config.batch_size / shards * 1e-3 * (1.3 if remat else 1.0) * (1 + 0.01 * config.accumulation)
+        seconds += self.latency_s
         memory = Memory(
             needed=state + activations,
             weights=state,

@@ -33,10 +33,10 @@ def test_the_largest_batch_that_fits(compiler) -> None:
     assert found is not None
     assert found.rows_per_device == 736
     assert found.analysis.memory.needed < 30.75 * GIB
-    assert len(fake.asked) <= 4
+    assert len(fake.asked) == 2  # one that is refused, one that fits
     remat = memory_guide.largest_batch(sudoku(), slices.find_slice("v4-8"), True, read_prices(None), QUIET)
     assert remat is not None
-    assert remat.rows_per_device > 9 * found.rows_per_device
+    assert remat.rows_per_device == memory_guide.MOST  # a tenth of the activations: more would fit, nobody looks
     compiler(split_gib=40.0)
     assert memory_guide.largest_batch(sudoku(), slices.find_slice("v4-8"), False, read_prices(None), QUIET) is None
 
@@ -49,6 +49,7 @@ def test_the_guide_is_a_table_for_each_config(compiler, tmp_path: Path) -> None:
     assert [row[0] for row in rows] == ["| v4-8", "| v4-64", "| v5e-8"]
     assert rows[0][3] == rows[1][3] == "736"
     assert rows[1][4] == f"{736 * 32:,}"
+    assert rows[1][6:8] == ["≥ 4,096", f"≥ {4096 * 32:,}"]
     assert {name for name, *_ in fake.asked} == {"v4-8", "v5e-8"}
     path = tmp_path / "memory.md"
     path.write_text(f"# Mine\n\nWords.\n\n{memory_guide.MARK}\n\nold")

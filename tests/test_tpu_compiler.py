@@ -37,7 +37,7 @@ def compile_for(path: Path, target: str, *overrides: str) -> tuple[ExperimentCon
 
 
 def trained_bytes(config: ExperimentConfig) -> int:
-    built = experiment.build(config, info=describe_data(config))
+    built = experiment.build(config, data=describe_data(config))
     trained = step.select_trained(built.task, built.abstract_state.params)
     return sum(4 * int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(trained))
 
@@ -66,7 +66,7 @@ def check_step(config: ExperimentConfig, found: Analysis, target: str) -> None:
     gradients = trained_bytes(config)
     assert gradients <= reduction.payload_bytes < 1.01 * gradients + 8192  # sums for metrics, rows of the puzzle table
     assert reduction.runs <= 2  # the gradients, and the count of rows of the puzzle table
-    built = experiment.build(config, jax.devices()[:1], info=describe_data(config))
+    built = experiment.build(config, jax.devices()[:1], data=describe_data(config))
     changed = len(jax.tree.leaves(built.abstract_state)) - len(jax.tree.leaves(built.abstract_state.params["z_init"]))
     assert changed <= work.donated <= work.arguments
     assert work.unwanted == ()

@@ -1,8 +1,9 @@
 """What a compiled step needs and does, on whatever devices it was compiled for: the facts that plans are made of.
 
-Memory is the compiler's own peak. The state's parts in it are exact; what the forward pass keeps for the backward pass
-(`activations`) is what the program asks for, of which the compiler may keep less: it is never more than there is, and
-`temporaries` are the rest. All numbers are for one device and one step.
+Memory is what the compiler itself counts. The state's parts in it are exact. What the forward pass keeps for the
+backward pass (`activations`) and the `temporaries` share the rest as the buffers do that are live at the program's
+peak. Of a step that the compiler refused there is no program: activations are then what tracing says, `temporaries` the
+rest. All numbers are for one device and one step.
 """
 
 import math
@@ -128,21 +129,27 @@ def analyse(experiment: Experiment) -> tuple[Analysis, Any]:
         memory = split_memory(experiment, needed)
         return Analysis(mesh=mesh, memory=memory, work=None, compile_s=time.perf_counter() - began), None
     compile_s = time.perf_counter() - began
-    memory = split_memory(experiment, _peak_bytes(compiled.memory_analysis()))
-    work = _work(hlo.read(compiled.as_text(), mesh))
-    return Analysis(mesh=mesh, memory=memory, work=work, compile_s=compile_s), compiled
+    text = compiled.as_text()
+    live = hlo.live_at_peak(text)
+    kept = live.forward_bytes / max(1, live.forward_bytes + live.other_bytes)
+    on_tpu = experiment.mesh.devices.flat[0].platform == "tpu"
+    memory = split_memory(experiment, needed_bytes(compiled.memory_analysis(), on_tpu), kept)
+    return Analysis(mesh=mesh, memory=memory, work=_work(hlo.read(text, mesh)), compile_s=compile_s), compiled
 
 
-def _peak_bytes(memory: Any) -> int:
+def needed_bytes(memory: Any, on_tpu: bool) -> int:
+    """The TPU compiler's peak is the number that it holds against the HBM; elsewhere the peak may leave temporaries
+    out, and the sizes of the buffers that are allocated are added up."""
     if memory is None:  # a backend that does not say
         return 0
+    if on_tpu:
+        return int(memory.peak_memory_in_bytes)
     total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    total -= memory.alias_size_in_bytes
-    # The compiler's own peak is less: temporaries that are never live together share memory.
-    return min(getattr(memory, "peak_memory_in_bytes", 0) or total, total)
+    return int(total - memory.alias_size_in_bytes)
 
 
-def split_memory(experiment: Experiment, needed: int) -> Memory:
+def split_memory(experiment: Experiment, needed: int, kept: float | None = None) -> Memory:
+    """`kept`: the activations' share of what is not state; None: not known."""
     state = experiment.abstract_state
     parts = {
         "weights": _bytes(state.params),
@@ -152,7 +159,7 @@ def split_memory(experiment: Experiment, needed: int) -> Memory:
         "data": _bytes(experiment.abstract_source),
     }
     rest = max(0, needed - sum(parts.values()))
-    activations = min(rest, kept_for_backward(experiment))
+    activations = min(rest, kept_for_backward(experiment)) if kept is None else int(rest * kept)
     return Memory(needed=needed, **parts, activations=activations, temporaries=rest - activations)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -32,7 +32,7 @@ class DataConfig(Config):
     train_split: str = "train"
     eval_split: str = "test"
     augmentations: NonNegativeInt | Literal["endless"] = "endless"  # fixed views of a puzzle besides itself
-    # What the dataset will be: `tinypod plan` goes by it where there is none at `path` yet; nothing else reads it.
+    # What the dataset will be: `tinypod plan` goes by it where none is at `path`, or `path` is in a bucket.
     expected: Annotated[puzzles.ExpectedSudoku | puzzles.ExpectedPlain, Field(discriminator="kind")] | None = None
 
 
@@ -166,11 +166,10 @@ def build(
     config: ExperimentConfig,
     devices: Sequence[Any] | None = None,
     console: Console | None = None,
-    info: puzzles.DatasetInfo | None = None,
+    data: "DataFound | None" = None,
 ) -> Experiment:
-    """Reads the dataset's description, not its arrays; not even that where `info` is given."""
-    dataset = Path(config.data.path) if info is not None else storage.local_dataset(config.data.path, console)
-    info = info or puzzles.read_info(dataset)
+    """Reads the dataset's description, not its arrays; not even that where `data` is given."""
+    dataset, info = data or read_data(config, console)
     shape = trm.PuzzleShape(info.seq_len, info.vocab_size, info.num_identifiers)
     mesh = sharding.make_mesh(config.mesh, devices)
     params = jax.eval_shape(lambda: trm.init(config.model, shape, jax.random.key(0)))
@@ -210,13 +209,23 @@ def build(
     )
 
 
-def describe_data(config: ExperimentConfig) -> puzzles.DatasetInfo:
-    """What the dataset at `data.path` says of itself; where there is none, what `data.expected` says of it."""
-    remote = storage.is_remote(config.data.path)
-    if config.data.expected is not None and (remote or not (Path(config.data.path) / "dataset.json").exists()):
-        return config.data.expected.info(config.data.train_split)
+class DataFound(NamedTuple):
+    folder: Path  # on this host; empty where only a description is there
+    info: puzzles.DatasetInfo
+
+
+def read_data(config: ExperimentConfig, console: Console | None = None) -> DataFound:
+    folder = storage.local_dataset(config.data.path, console)
+    return DataFound(folder, puzzles.read_info(folder))
+
+
+def describe_data(config: ExperimentConfig) -> DataFound:
+    """What the dataset at `data.path` says of itself; where there is none here, what `data.expected` says of it."""
+    expected, path = config.data.expected, config.data.path
+    if expected is not None and (storage.is_remote(path) or not (Path(path) / "dataset.json").exists()):
+        return DataFound(Path(path), expected.info(config.data.train_split))
     try:
-        return puzzles.read_info(storage.local_dataset(config.data.path))
+        return read_data(config)
     except DataError as error:
         raise DataError(
             f"{error}; or say what it will be, to plan without it: 'data.expected={{kind: sudoku, rows: 1000}}'"

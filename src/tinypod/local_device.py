@@ -24,7 +24,7 @@ from tinypod.analysis import GIB, Analysis, Facts, analyse
 from tinypod.experiment import Experiment, ExperimentConfig, build, describe_data
 from tinypod.models import trm
 from tinypod.plan import changed
-from tinypod.plan_tables import traffic_text
+from tinypod.plan_tables import traffic_text, work_as_json
 from tinypod.search import find_fit
 
 MEASURED_STEPS = 10
@@ -79,19 +79,19 @@ def plan_here(
 ) -> LocalPlan:
     """Compile for the local devices and predict; `measure`: run ten steps, too, if they fit."""
     config = changed(config, overrides)
-    experiment = build(config, info=describe_data(config))
+    experiment = build(config, data=describe_data(config))
     what = f" with {' '.join(overrides)}" * bool(overrides)
     with Status(f"compiling for the device at hand{what}", console=console):
         analysis, compiled = analyse(experiment)
+    measured: dict[str, Any] = {}
+    if measure and compiled is not None and _has_room(analysis.memory.needed):
+        with Status(f"running {MEASURED_STEPS} steps", console=console):
+            measured["measured_s"] = measure_step(experiment, compiled)
+        # Before the probe, whose arrays would count, too.
+        measured["measured_peak_bytes"] = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     with Status("probing the device", console=console):
         probe = probe_device(config.model.dtype)
-    plan = make_local_plan(experiment, analysis, probe, overrides)
-    if not measure or compiled is None or not plan.fits:
-        return plan
-    with Status(f"running {MEASURED_STEPS} steps", console=console):
-        measured_s = measure_step(experiment, compiled)
-    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    return plan.model_copy(update={"measured_s": measured_s, "measured_peak_bytes": peak})
+    return make_local_plan(experiment, analysis, probe, overrides).model_copy(update=measured)
 
 
 def find_fit_here(config: ExperimentConfig, failed: LocalPlan, console: Console, *, measure: bool) -> LocalPlan | None:
@@ -106,7 +106,7 @@ def make_local_plan(
     experiment: Experiment, analysis: Analysis, probe: Probe, overrides: tuple[str, ...] = ()
 ) -> LocalPlan:
     config, mesh, work = experiment.config, analysis.mesh, analysis.work
-    too_large = probe.memory_bytes is not None and analysis.memory.needed > probe.memory_bytes
+    room = probe.memory_bytes is None or analysis.memory.needed <= probe.memory_bytes
     predicted_s = 0.0 if work is None else work.roofline_s(probe.flops, probe.bandwidth)
     return LocalPlan(
         overrides=overrides,
@@ -115,7 +115,7 @@ def make_local_plan(
         rows_per_device=config.batch_size // config.accumulation // (mesh["data"] * mesh["fsdp"]),
         model_flops=float(trm.count_matmul_flops(config.model, experiment.shape) * config.batch_size),
         analysis=analysis,
-        fits=work is not None and not too_large,
+        fits=work is not None and room,
         compute_s=0.0 if work is None else work.flops / probe.flops,
         memory_s=0.0 if work is None else work.hbm_bytes / probe.bandwidth,
         predicted_s=predicted_s,
@@ -138,7 +138,7 @@ def probe_device(dtype: str) -> Probe:
         devices=jax.device_count(),
         flops=2 * side**3 / product_s / share,
         bandwidth=2 * row.nbytes / pass_s / share,
-        memory_bytes=_memory_bytes(device, share),
+        memory_bytes=memory_bytes(),
     )
 
 
@@ -155,14 +155,21 @@ def _seconds(function: Callable[[Any], Any], argument: Any) -> float:
     return statistics.median(times)
 
 
-def _memory_bytes(device: Any, share: int) -> int | None:
+def memory_bytes() -> int | None:
+    """What a device has for arrays, None where it does not say; CPU devices share the machine's."""
+    device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is not None or device.platform != "cpu":
         return limit
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // share
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
     except (ValueError, OSError):
         return None
+
+
+def _has_room(needed: int) -> bool:
+    there = memory_bytes()
+    return there is None or needed <= there
 
 
 def measure_step(experiment: Experiment, compiled: Any) -> float:
@@ -212,8 +219,13 @@ def render(plan: LocalPlan) -> RenderableType:
             rows["measured peak memory"] = f"{plan.measured_peak_bytes / GIB:,.2f} GiB"
     for name, value in rows.items():
         table.add_row(name, value)
-    how = "The prediction is a roofline: kernel after kernel, each at the one of the two probed speeds that limits it."
-    return Group(table, Text(how, style="dim"))
+    notes = [
+        "The prediction is a roofline: kernel after kernel, each at the one of the two probed speeds that limits it."
+    ]
+    notes += [] if work is None else work.notes()
+    if work is not None and work.collectives:
+        notes.append("Exchange between devices is not in it.")
+    return Group(table, Text("\n".join(notes), style="dim"))
 
 
 def _memory(plan: LocalPlan) -> str | Text:
@@ -226,3 +238,10 @@ def _memory_parts(plan: LocalPlan) -> dict[str, str | Text]:
     memory = plan.analysis.memory
     names = ("weights", "optimizer", "averages", "carry", "data", "activations", "temporaries")
     return {f"  {name}": f"{getattr(memory, name) / 2**20:,.1f} MiB" for name in names}
+
+
+def as_json(plan: LocalPlan) -> dict[str, Any]:
+    tree = plan.model_dump(mode="json")
+    if plan.analysis.work is not None:
+        tree["analysis"]["work"] = work_as_json(plan.analysis.work)
+    return tree | {"predicted_by_measured": plan.ratio}

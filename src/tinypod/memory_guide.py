@@ -23,9 +23,9 @@ from tinypod.storage import replace_file
 
 DEFAULT_SLICES = ("v4-8", "v4-64", "v5e-8", "v5p-128", "v6e-1", "v6e-4", "v6e-8")
 MARK = "<!-- Made by `tinypod memory-guide`; what stands below is written over. -->"
+MOST = 4096  # rows a device that are looked at: more are of no use to anybody
 _STEP = 16  # rows a device: the guide's batches are multiples of it
 _AIM = 0.97  # of the memory
-_FAR_TOO_MANY = 16384  # rows a device, for most
 _TRIES = 4
 
 
@@ -42,23 +42,22 @@ class Entry:
 def largest_batch(
     config: ExperimentConfig, target: slices.Slice, remat: bool, prices: Prices, console: Console
 ) -> Plan | None:
-    """The plan with the most rows a device that fits, to within a few per cent."""
+    """The plan with the most rows a device that fits, to within a few per cent; None if 16 do not."""
     planner = Planner(changed(config, (f"model.remat={str(remat).lower()}",)), prices, console)
 
     def with_rows(rows: int) -> Plan:
         return planner.plan(target, (f"batch_size={rows * target.devices}", "accumulation=1"))
 
-    rows, fitting = _FAR_TOO_MANY, None
-    while (probe := with_rows(rows)).fits:
-        fitting, rows = probe, 4 * rows
+    rows = MOST
+    probe = with_rows(rows)  # refused within seconds, for most
     for _ in range(_TRIES):
-        guess = _crossing(probe, rows)
-        if guess < _STEP or (fitting is not None and guess <= fitting.rows_per_device):
-            return fitting
-        probe, rows = with_rows(guess), guess
         if probe.fits:
             return probe
-    return fitting
+        rows = min(rows - _STEP, _crossing(probe, rows))
+        if rows < _STEP:
+            return None
+        probe = with_rows(rows)
+    return probe if probe.fits else None
 
 
 def _crossing(plan: Plan, rows: int) -> int:
@@ -111,6 +110,7 @@ def _row(target: slices.Slice, plain: Entry, remat: Entry) -> str:
         if plan is None:
             cells += ["none", "none", "–"]
             continue
-        batch = plan.rows_per_device * target.devices
-        cells += [f"{plan.rows_per_device:,}", f"{batch:,}", f"{plan.analysis.memory.needed / GIB:.1f}"]
+        rows, more = plan.rows_per_device, "≥ " * (plan.rows_per_device == MOST)
+        needed = plan.analysis.memory.needed / GIB
+        cells += [f"{more}{rows:,}", f"{more}{rows * target.devices:,}", f"{needed:.1f}"]
     return f"| {' | '.join(cells)} |"

@@ -11,6 +11,7 @@ The method has not been held against a TPU. `docs/performance.md` holds the roof
 
 import hashlib
 import json
+import math
 import os
 from functools import cache
 from importlib.metadata import version
@@ -40,14 +41,16 @@ _SOURCES = (
     "experiment.py",
     "hlo",
     "analysis.py",
+    "tpu_compiler.py",
 )
-# The user's settings that change the program.
-_SETTINGS = (
-    "LIBTPU_INIT_ARGS",
-    "JAX_DEFAULT_MATMUL_PRECISION",
-    "JAX_ENABLE_X64",
-    "JAX_DEFAULT_PRNG_IMPL",
-    "JAX_THREEFRY_PARTITIONABLE",
+# Of JAX's settings in the environment, those that cannot change a program.
+_HARMLESS = (
+    "JAX_PLATFORMS",
+    "JAX_COMPILATION_CACHE",
+    "JAX_PERSISTENT_CACHE",
+    "JAX_LOGGING",
+    "JAX_DEBUG",
+    "JAX_TRACEBACK",
 )
 # Of the config, what the compiled step does not depend on.
 _IRRELEVANT = {"seed", "steps", "eval", "checkpoint", "log", "health", "compile_cache"}
@@ -91,6 +94,20 @@ class Plan(Facts):
     def fits(self) -> bool:
         return self.prediction is not None
 
+    def notes(self) -> list[str]:
+        """Where the numbers come from, and what they leave out."""
+        work, prediction = self.analysis.work, self.prediction
+        if work is None or prediction is None:
+            return []
+        notes = [
+            f"{prediction.estimated_share:.0%} of the time on the chip is the compiler's estimate, the rest roofline"
+        ]
+        if prediction.interconnect_s is None:
+            notes.append("exchange between chips is left out: its speed is not known")
+        if self.eval_hours is None:
+            notes.append("evaluation is left out: how many puzzles are held out is not known (eval.limit)")
+        return notes + work.notes()
+
     @property
     def hours(self) -> float | None:
         return None if self.train_hours is None else self.train_hours + (self.eval_hours or 0.0)
@@ -111,19 +128,21 @@ class Planner:
         self, config: ExperimentConfig, prices: Prices, console: Console, *, grant: bool = False, fresh: bool = False
     ) -> None:
         self.config, self.prices, self.console, self.grant, self.fresh = config, prices, console, grant, fresh
-        self.info = describe_data(config)
+        self.data = describe_data(config)
         self.compiled = 0
 
     def plan(self, target: slices.Slice, overrides: tuple[str, ...] = ()) -> Plan:
         config = changed(self.config, overrides)
         check(config, target)
         analysis, cached = self._analysis(config, target, overrides)
-        return make_plan(config, self.info, target, analysis, self.prices, overrides, grant=self.grant, cached=cached)
+        return make_plan(
+            config, self.data.info, target, analysis, self.prices, overrides, grant=self.grant, cached=cached
+        )
 
     def _analysis(
         self, config: ExperimentConfig, target: slices.Slice, overrides: tuple[str, ...]
     ) -> tuple[Analysis, bool]:
-        path = cache_folder() / f"{cache_key(config, self.info, target)}.json"
+        path = cache_folder() / f"{cache_key(config, self.data.info, target)}.json"
         found = None if self.fresh else _read_cached(path)
         if found is not None:
             return found, True
@@ -132,13 +151,16 @@ class Planner:
         )
         with Status(what, console=self.console) as status:
             analysis = tpu_compiler.compile_for(
-                config, self.info, target, tick=lambda seconds: status.update(f"{what}: {seconds:.0f} s")
+                config, self.data, target, tick=lambda seconds: status.update(f"{what}: {seconds:.0f} s")
             )
         self.compiled += 1
         fits = "" if analysis.work is not None else ", does not fit"
         self.console.print(f"{what}: {analysis.compile_s:.0f} s{fits}", highlight=False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        storage.replace_file(path, analysis.model_dump_json().encode())
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            storage.replace_file(path, analysis.model_dump_json().encode())
+        except OSError as error:  # the answer is there all the same
+            self.console.print(f"not kept for the next time: {path}: {error.strerror}", style="yellow", highlight=False)
         return analysis, False
 
 
@@ -182,7 +204,8 @@ def make_plan(
     shape = trm.PuzzleShape(info.seq_len, info.vocab_size, info.num_identifiers)
     prediction = None if analysis.work is None else predict(analysis.work, target)
     train_hours = None if prediction is None else config.steps * prediction.step_s / 3600
-    eval_hours = None if prediction is None else _eval_steps(config, info) * prediction.step_s / 3600
+    evaluations = _eval_steps(config, info)
+    eval_hours = None if prediction is None or evaluations is None else evaluations * prediction.step_s / 3600
     hours = None if train_hours is None else train_hours + (eval_hours or 0.0)
     return Plan(
         slice=target.name,
@@ -210,16 +233,16 @@ def _dollars(hours: float | None, target: slices.Slice, price: float | None) -> 
     return None if hours is None or price is None else hours * target.chips * price
 
 
-def _eval_steps(config: ExperimentConfig, info: DatasetInfo) -> float:
+def _eval_steps(config: ExperimentConfig, info: DatasetInfo) -> float | None:
     """All evaluations of a run, in training steps with as much arithmetic: forward passes only, at every halting step.
 
-    Where the number of held-out puzzles is not known, `eval.limit` stands for it, and without one nothing is counted.
+    Where the number of held-out puzzles is not known, `eval.limit` stands for it; None where there is no limit either.
     """
     held_out = info.splits.get(config.data.eval_split)
     known = [rows for rows in (config.eval.limit, held_out and held_out.rows) if rows]
     if not known:
-        return 0.0
-    times = 1 if config.eval.every_steps is None else max(1, config.steps // config.eval.every_steps)
+        return None
+    times = 1 if config.eval.every_steps is None else math.ceil(config.steps / config.eval.every_steps)
     forward = config.model.H_cycles / (config.model.H_cycles + 2)  # the backward pass is twice one cycle's forward pass
     return times * min(known) * config.task.halting.max_steps * forward / config.batch_size
 
@@ -275,10 +298,15 @@ def cache_key(config: ExperimentConfig, info: DatasetInfo, target: slices.Slice)
     tree = {name: value for name, value in config.model_dump(mode="json").items() if name not in _IRRELEVANT}
     tree["optimizer"], tree["task"] = _without_numbers(tree["optimizer"]), _without_numbers(tree["task"])
     tree["ema_decay"] = tree["ema_decay"] is not None
-    tree["data"] = {"augmentations": tree["data"]["augmentations"], "split": tree["data"]["train_split"]}
+    tree["data"] = tree["data"]["augmentations"] if tree["data"]["augmentations"] in ("endless", 0) else "some"
     tree["nonfinite"] = tree["nonfinite"]["max_rollbacks"]
+    tree["optimizer"]["schedule"].pop("warmup_steps")
+    tree["mesh"] = config.mesh.shape(target.devices)
     data = info.model_dump(mode="json", exclude={"origin", "sources", "splits"})
-    data["rows"] = {name: split.rows for name, split in info.splits.items() if name == config.data.train_split}
+    split = info.splits.get(config.data.train_split)
+    data["split"] = (
+        None if split is None else split.sha256 if info.grouped else split.rows
+    )  # groups: only the file knows
     parts = (tree, data, target.topology_arguments(), _versions())
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -291,11 +319,16 @@ def _without_numbers(tree: Any) -> Any:
 
 
 def _versions() -> dict[str, str]:
-    settings = {name: os.environ[name] for name in _SETTINGS if name in os.environ}
+    settings = {
+        name: value
+        for name, value in os.environ.items()
+        if name == "LIBTPU_INIT_ARGS" or (name.startswith("JAX_") and not name.startswith(_HARMLESS))
+    }
     return {
         "source": _source_hash(),
         "jax": version("jax"),
         "jaxlib": version("jaxlib"),
+        "optax": version("optax"),
         "compiler": tpu_compiler.compiler_version(),
     } | settings
 

@@ -7,11 +7,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tinypod.analysis import GIB, Memory, Traffic
+from tinypod.analysis import GIB, Memory, Traffic, Work
 from tinypod.plan import Plan, Prediction
 from tinypod.prices import Prices
-from tinypod.search import Ranked
+from tinypod.search import Ranking
 
+WIDTH = 132  # that the tables need; narrower terminals wrap lines, but lose no digit
 METHOD = (
     "Step times: the TPU compiler's own estimates of its kernels' cycles, never below their roofline; exchange between "
     "chips is added as if nothing overlapped it. No TPU was at hand to hold them against (docs/performance.md)."
@@ -20,7 +21,7 @@ METHOD = (
 
 def tables(plans: Sequence[Plan], prices: Prices, *, grant: bool) -> RenderableType:
     notes = [METHOD, _price_note(prices, grant)]
-    notes += [f"{plan.slice}: {note}" for plan in plans if plan.analysis.work for note in plan.analysis.work.notes()]
+    notes += [f"{_name(plan)}: {note}" for plan in plans for note in plan.notes()]
     return Group(_summary(plans), _memory(plans), _work(plans), Text("\n".join(notes), style="dim"))
 
 
@@ -128,9 +129,15 @@ def too_large(plan: Plan, proposal: Plan | None) -> str:
     return f"{what}; fits with {' '.join(proposal.overrides)}: {needed:.2f} GiB, {step} ms a step"
 
 
-def ranking(entries: Sequence[Ranked], prices: Prices, *, grant: bool) -> RenderableType:
+def ranking(ranked: Ranking, prices: Prices, *, grant: bool) -> RenderableType:
+    notes = [METHOD, _price_note(prices, grant)]
+    if ranked.left_out:
+        shown = ranked.left_out[:8] + [f"and {len(ranked.left_out) - 8} more"] * (len(ranked.left_out) > 8)
+        notes.append(f"Left out: {'; '.join(shown)}.")
+    if not ranked.entries:
+        return Text("\n".join(["No slice keeps within this budget.", *notes[2:]]))
     table = _table("Slices within the budget", "#", "slice", "chips", "hours", "on demand", "spot", "how", "with")
-    for number, entry in enumerate(entries, 1):
+    for number, entry in enumerate(ranked.entries, 1):
         how = "compiled" if entry.scaled_from is None else f"scaled from {entry.scaled_from}"
         table.add_row(
             str(number),
@@ -142,7 +149,7 @@ def ranking(entries: Sequence[Ranked], prices: Prices, *, grant: bool) -> Render
             how,
             " ".join(entry.plan.overrides) if entry.plan else "",
         )
-    notes = [METHOD, _price_note(prices, grant)]
+    notes += sorted({note for entry in ranked.entries if entry.plan for note in entry.plan.notes()[1:]})
     return Group(table, Text("\n".join(notes), style="dim"))
 
 
@@ -172,14 +179,18 @@ def dollars(value: float | None) -> str:
 def as_json(plan: Plan, proposal: Plan | None) -> dict[str, Any]:
     def one(plan: Plan) -> dict[str, Any]:
         tree = plan.model_dump(mode="json")
-        work = plan.analysis.work
-        if work is not None:  # the list of kernels is for predictions, not for readers
-            del tree["analysis"]["work"]["kernels"]
-            tree["analysis"]["work"] |= {
-                "flops_per_device": work.flops,
-                "hbm_bytes_per_device": work.hbm_bytes,
-                "kernel_runs": work.kernel_runs,
-            }
-        return tree | {"fits": plan.fits, "hours": plan.hours, "examples_per_s": plan.examples_per_s}
+        if plan.analysis.work is not None:
+            tree["analysis"]["work"] = work_as_json(plan.analysis.work)
+        derived = {"fits": plan.fits, "hours": plan.hours, "examples_per_s": plan.examples_per_s, "notes": plan.notes()}
+        return tree | derived
 
     return one(plan) | {"proposal": None if proposal is None else one(proposal)}
+
+
+def work_as_json(work: Work) -> dict[str, Any]:
+    """Totals for the list of kernels, which is for predictions, not for readers."""
+    return work.model_dump(mode="json", exclude={"kernels"}) | {
+        "flops_per_device": work.flops,
+        "hbm_bytes_per_device": work.hbm_bytes,
+        "kernel_runs": work.kernel_runs,
+    }

@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, NonNegativeFloat
+from pydantic import Field, NonNegativeFloat, model_validator
 
 from tinypod import config as configs
 from tinypod.config import Config
 from tinypod.errors import UserError
+from tinypod.slices import GENERATIONS
 
 DEFAULT = Path(__file__).with_name("prices.yaml")
 
@@ -20,6 +21,13 @@ class Prices(Config):
     on_demand: dict[str, NonNegativeFloat]
     spot: dict[str, NonNegativeFloat] = Field(default_factory=dict)
     spot_fraction: NonNegativeFloat | None = None  # of the price on demand, where `spot` names none
+
+    @model_validator(mode="after")
+    def _known(self) -> "Prices":
+        unknown = [name for name in (*self.on_demand, *self.spot) if name not in GENERATIONS]
+        if unknown:
+            raise ValueError(f"no TPU generation {', '.join(unknown)}; expected {', '.join(GENERATIONS)}")
+        return self
 
     def spot_price(self, generation: str) -> float | None:
         on_demand = self.on_demand.get(generation)

@@ -9,6 +9,7 @@ To rank slices, one of each generation is compiled, the others are scaled from i
 of those are compiled in turn.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from tinypod.plan import Plan, Planner, check
 MAX_DEVICES = 256  # of slices that are ranked unasked
 CONFIRMED = 3  # ranked slices that are compiled, from the best on
 _HEADROOM = 0.98  # of the memory, where a guess aims at
+
+logger = logging.getLogger(__name__)
 
 
 class Candidate(Protocol):
@@ -71,28 +74,46 @@ def _fsdp_sizes(failed: Candidate) -> Iterator[int]:
 def _smallest_accumulation(
     config: ExperimentConfig, fsdp: int, remat: bool, failed: C, attempt: Attempt[C]
 ) -> C | None:
-    parts, memory = config.accumulation, failed.analysis.memory
-    if fsdp == failed.analysis.mesh["fsdp"] and remat == config.model.remat:
-        parts = max(2 * parts, _first_guess(parts, memory.needed, memory.state, failed.usable_bytes))
+    """The plan with the fewest parts that fits."""
+    rows = config.batch_size // (failed.devices // failed.analysis.mesh["tensor"])  # of a device, in all
+    parts, refused = config.accumulation, [] if _differs(config, failed, fsdp, remat) else [failed]
+    tried = [config.accumulation] * len(refused)
     while True:
+        if refused:
+            least = _parts_that_may_fit(tried, refused)
+            parts = next((count for count in range(least, rows + 1) if rows % count == 0), 0) if least else 0
+            if not parts:
+                return None
+        overrides = _as_overrides(config, parts, remat, fsdp)
         try:
-            plan = attempt(_as_overrides(config, parts, remat, fsdp))
+            plan = attempt(overrides)
         except ConfigError:
-            return None  # fewer rows than devices, or weights that do not divide
+            return None  # weights that do not divide
+        except UserError as error:
+            logger.warning("%s was left out: %s", " ".join(overrides), error)
+            return None
         if plan.fits:
             return plan
-        memory = plan.analysis.memory
-        if memory.state >= plan.usable_bytes:
-            return None
-        parts = max(2 * parts, _first_guess(parts, memory.needed, memory.state, plan.usable_bytes))
+        refused.append(plan)
+        tried.append(parts)
 
 
-def _first_guess(parts: int, needed: int, state: int, usable: int) -> int:
-    """Parts, a power of two times as many, at which what grows with the rows would fit."""
-    room = _HEADROOM * usable - state
-    if room <= 0:
-        return parts
-    return parts * 2 ** max(0, math.ceil(math.log2(max(1.0, (needed - state) / room))))
+def _differs(config: ExperimentConfig, failed: Candidate, fsdp: int, remat: bool) -> bool:
+    return fsdp != failed.analysis.mesh["fsdp"] or remat != config.model.remat
+
+
+def _parts_that_may_fit(tried: Sequence[int], refused: Sequence[Candidate]) -> int:
+    """At least so many, by a straight line over the rows of a part; 0 if its foot, which no cut lowers, is too high.
+
+    Its foot is the state; two refusals tell of what else does not go with the rows (gradients, copies of weights).
+    """
+    last = refused[-1].analysis.memory
+    foot, room = float(last.state), _HEADROOM * refused[-1].usable_bytes
+    if len(refused) > 1:
+        before = refused[-2].analysis.memory
+        slope = (before.needed - last.needed) / (1 / tried[-2] - 1 / tried[-1])
+        foot = max(foot, last.needed - slope / tried[-1])
+    return 0 if foot >= room else max(tried[-1] + 1, math.ceil(tried[-1] * (last.needed - foot) / (room - foot)))
 
 
 def _as_overrides(config: ExperimentConfig, parts: int, remat: bool, fsdp: int) -> tuple[str, ...]:
@@ -130,6 +151,12 @@ class Ranked:
         }
 
 
+@dataclass(frozen=True)
+class Ranking:
+    entries: list[Ranked]  # the best first
+    left_out: list[str]  # why, by slice
+
+
 def rank(
     planner: Planner,
     targets: Sequence[slices.Slice] | None,
@@ -137,8 +164,8 @@ def rank(
     max_hours: float | None,
     max_dollars: float | None,
     spot: bool,
-) -> list[Ranked]:
-    """Slices that keep within the budget, the best first: the cheapest within a time, the fastest for a sum."""
+) -> Ranking:
+    """Slices that keep within the budget: the cheapest first within a time, the fastest first for a sum."""
     named = targets is not None
     candidates = _usable(planner.config, targets if targets is not None else slices.all_slices(), named)
     if not candidates:
@@ -146,30 +173,37 @@ def rank(
             f"batch_size={planner.config.batch_size} divides over no slice that was considered; `tinypod slices` lists "
             "them, --slice names one"
         )
-    ranked = [entry for entry in _estimate(planner, candidates, compile_all=named) if entry is not None]
+    left_out: dict[str, str] = {}
+    confirmed = _references(planner, candidates, left_out, compile_all=named)
 
-    def within(entry: Ranked) -> bool:
-        cost = entry.dollars_spot if spot else entry.dollars
-        in_time = max_hours is None or entry.hours <= max_hours
-        return in_time and (max_dollars is None or (cost is not None and cost <= max_dollars))
+    def price(entry: Ranked) -> float | None:
+        return entry.dollars_spot if spot else entry.dollars
+
+    def refusal(entry: Ranked) -> str | None:
+        if max_hours is not None and entry.hours > max_hours:
+            return f"takes {entry.hours:,.1f} h"
+        cost = price(entry)
+        if max_dollars is not None and cost is None:
+            return "its price is not known"
+        return f"costs ${cost:,.0f}" if max_dollars is not None and cost is not None and cost > max_dollars else None
 
     def worth(entry: Ranked) -> tuple[float, float]:
-        cost = entry.dollars_spot if spot else entry.dollars
+        cost = price(entry)
         dear = math.inf if cost is None else cost
         return (entry.hours, dear) if max_hours is None else (dear, entry.hours)
 
-    for _ in range(CONFIRMED * 2):  # a slice that was confirmed may fall back, and another come up
-        ranked.sort(key=worth)
-        top = [entry for entry in ranked if within(entry)][:CONFIRMED]
-        unsure = next((entry for entry in top if entry.plan is None), None)
+    while True:  # each turn compiles one slice, or ends
+        family = [target for target in candidates if target.name not in left_out]
+        entries = sorted(
+            (_entry(target, confirmed) for target in family if _references_of(target, confirmed)), key=worth
+        )
+        within = [entry for entry in entries if refusal(entry) is None]
+        unsure = next((entry for entry in within[:CONFIRMED] if entry.plan is None), None)
         if unsure is None:
-            break
-        ranked.remove(unsure)
-        confirmed = _confirmed(planner, unsure.slice)
-        if confirmed is not None:
-            ranked.append(confirmed)
-    ranked.sort(key=worth)
-    return [entry for entry in ranked if within(entry)]
+            reasons = [(entry.slice.name, refusal(entry)) for entry in entries]
+            out = [f"{name}: {why}" for name, why in (*left_out.items(), *reasons) if why]
+            return Ranking(within, out)
+        _confirm(planner, unsure.slice, confirmed, left_out, named)
 
 
 def _usable(config: ExperimentConfig, targets: Sequence[slices.Slice], named: bool) -> list[slices.Slice]:
@@ -186,28 +220,53 @@ def _usable(config: ExperimentConfig, targets: Sequence[slices.Slice], named: bo
     return usable
 
 
-def _estimate(planner: Planner, candidates: Sequence[slices.Slice], *, compile_all: bool) -> Iterator[Ranked | None]:
+def _references(
+    planner: Planner, candidates: Sequence[slices.Slice], left_out: dict[str, str], *, compile_all: bool
+) -> dict[slices.Slice, Ranked]:
+    """Compiled to begin with: the smallest slice of each generation that can be made to fit, or all."""
+    confirmed: dict[slices.Slice, Ranked] = {}
     for generation in dict.fromkeys(target.generation for target in candidates):
-        family = sorted((t for t in candidates if t.generation is generation), key=lambda target: target.devices)
-        if compile_all:
-            yield from (_confirmed(planner, target) for target in family)
-            continue
-        reference = next((found for target in family if (found := _confirmed(planner, target))), None)
-        if reference is None:
-            continue
-        yield reference
-        yield from (_scaled(reference, target) for target in family if target.devices > reference.slice.devices)
+        for target in sorted((t for t in candidates if t.generation is generation), key=lambda target: target.devices):
+            if _confirm(planner, target, confirmed, left_out, compile_all) and not compile_all:
+                break
+    return confirmed
 
 
-def _confirmed(planner: Planner, target: slices.Slice) -> Ranked | None:
-    plan = planner.plan(target)
-    if not plan.fits:
-        found = find_fit(planner.config, plan, lambda overrides: planner.plan(target, overrides))
-        if found is None:
-            return None
-        plan = found
-    assert plan.hours is not None
-    return Ranked(target, plan.hours, plan.dollars, plan.dollars_spot, plan, None)
+def _confirm(
+    planner: Planner,
+    target: slices.Slice,
+    confirmed: dict[slices.Slice, Ranked],
+    left_out: dict[str, str],
+    named: bool,
+) -> bool:
+    """Compile for a slice; where it does not fit, look for what does."""
+    try:
+        plan: Plan | None = planner.plan(target)
+        if plan is not None and not plan.fits:
+            plan = find_fit(planner.config, plan, lambda overrides: planner.plan(target, overrides))
+    except ConfigError as error:
+        if named:
+            raise
+        left_out[target.name] = str(error)
+        return False
+    if plan is None or plan.hours is None:
+        left_out[target.name] = "does not fit, nor does any variant that was tried"
+        return False
+    confirmed[target] = Ranked(target, plan.hours, plan.dollars, plan.dollars_spot, plan, None)
+    return True
+
+
+def _references_of(target: slices.Slice, confirmed: dict[slices.Slice, Ranked]) -> list[Ranked]:
+    return [entry for known, entry in confirmed.items() if known.generation is target.generation]
+
+
+def _entry(target: slices.Slice, confirmed: dict[slices.Slice, Ranked]) -> Ranked:
+    if target in confirmed:
+        return confirmed[target]
+    nearest = min(
+        _references_of(target, confirmed), key=lambda entry: abs(math.log(entry.slice.devices / target.devices))
+    )
+    return _scaled(nearest, target)
 
 
 def _scaled(reference: Ranked, target: slices.Slice) -> Ranked:
@@ -216,19 +275,18 @@ def _scaled(reference: Ranked, target: slices.Slice) -> Ranked:
     assert plan is not None
     assert plan.prediction is not None
     share = reference.slice.devices / target.devices
-    exchange = plan.prediction.interconnect_s or 0.0
-    step_s = plan.prediction.on_chip_s * share + exchange
+    step_s = plan.prediction.on_chip_s * share + (plan.prediction.interconnect_s or 0.0)
     ratio = step_s / plan.prediction.step_s
     cost = ratio / share
 
-    def times(value: float | None, factor: float) -> float | None:
-        return None if value is None else value * factor
+    def times(value: float | None) -> float | None:
+        return None if value is None else value * cost
 
     return Ranked(
         target,
         reference.hours * ratio,
-        times(reference.dollars, cost),
-        times(reference.dollars_spot, cost),
+        times(reference.dollars),
+        times(reference.dollars_spot),
         None,
         reference.slice.name,
     )

@@ -8,16 +8,18 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 
 from tinypod import slices
 from tinypod.analysis import Analysis
 from tinypod.data.puzzles import DatasetInfo
 from tinypod.errors import ConfigError, DataError, DeadlineError, UserError
-from tinypod.experiment import ExperimentConfig
+from tinypod.experiment import DataFound, ExperimentConfig
 
 TIMEOUT_S = 3600.0
 _ANSWER = "TINYPOD_ANSWER "
@@ -55,14 +57,15 @@ def _missing(what: str) -> str:
 
 def compile_for(
     config: ExperimentConfig,
-    info: DatasetInfo,
+    data: DataFound,
     target: slices.Slice,
     *,
     tick: Callable[[float], None] = lambda seconds: None,
     timeout_s: float = TIMEOUT_S,
 ) -> Analysis:
     """Compile the config's step for the slice. `tick` is told now and then how long it has taken."""
-    request = json.dumps({"config": config.model_dump(), "info": info.model_dump(), "slice": target.name})
+    described = {"folder": str(data.folder), "info": data.info.model_dump()}
+    request = json.dumps({"config": config.model_dump(), "data": described, "slice": target.name})
     out, err, code = _ask(request, target.name, tick, timeout_s)
     answers = [line for line in out.splitlines() if line.startswith(_ANSWER)]
     if not answers:
@@ -102,6 +105,13 @@ def _last(text: str, lines: int = 15) -> str:
     return "\n".join(text.strip().splitlines()[-lines:]) or "(it printed nothing)"
 
 
+def _end_with(parent: int) -> None:
+    """A parent that was killed does not come back for the answer."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
 def _serve() -> None:
     import jax
     from jax.experimental import topologies
@@ -109,13 +119,15 @@ def _serve() -> None:
     from tinypod.analysis import analyse
     from tinypod.experiment import build
 
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     request = json.load(sys.stdin)
     target = slices.find_slice(request["slice"])
     jax.config.update("jax_enable_compilation_cache", False)  # what it compiles for absent devices cannot be read back
     try:
         devices = topologies.get_topology_desc(**target.topology_arguments()).devices
         config = ExperimentConfig.model_validate(request["config"])
-        built = build(config, devices, info=DatasetInfo.model_validate(request["info"]))
+        data = DataFound(Path(request["data"]["folder"]), DatasetInfo.model_validate(request["data"]["info"]))
+        built = build(config, devices, data=data)
         answer = analyse(built)[0].model_dump_json()
     except UserError as error:
         answer = json.dumps({"error": str(error), "kind": type(error).__name__})

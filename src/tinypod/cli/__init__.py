@@ -1,5 +1,6 @@
 """The commands: parse, dispatch, print. What they do stands in the modules they call."""
 
+import io
 import sys
 from importlib.metadata import version
 from typing import Annotated
@@ -16,6 +17,9 @@ from tinypod.errors import StorageError, UserError
 
 def main() -> None:
     """The console script: a user's error is a message and its exit code, never a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # where the locale knows ASCII only, × becomes ?
+            stream.reconfigure(errors="replace")
     try:
         app()
     except UserError as error:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from tinypod.cli.shared import Overrides, app, console, errors, load_config
@@ -44,7 +45,7 @@ def plan(
     Examples: `tinypod plan configs/trm/sudoku_mlp.yaml --slice v4-64 --slice v5p-32 batch_size=6144`,
     `tinypod plan configs/trm/sudoku_mlp.yaml --budget 24h`, `tinypod plan configs/demo.yaml --slice local --measure`.
     """
-    names = slice_names or []
+    names = [name.strip().lower() for name in slice_names or []]
     ranked = budget is not None or max_dollars is not None
     if not names and not ranked:
         raise UserError("say for which hardware: --slice v4-64 (several may be given), --slice local, or --budget 24h")
@@ -83,7 +84,7 @@ def _plan_slices(
     from tinypod.prices import read_prices
     from tinypod.search import find_fit
 
-    targets = [table.find_slice(name) for name in dict.fromkeys(names)]
+    targets = list(dict.fromkeys(table.find_slice(name) for name in names))
     for target in targets:  # before minutes are spent on the first
         check_mesh(config, target)
     price_table = read_prices(prices)
@@ -102,7 +103,7 @@ def _plan_slices(
     if json_:
         print(json.dumps({"prices": price_table.model_dump(mode="json"), "plans": answers}))
         return
-    console.print(plan_tables.tables(shown, price_table, grant=grant))
+    _print(plan_tables.tables(shown, price_table, grant=grant))
     for message in messages:
         console.print(message, style="yellow", highlight=False, soft_wrap=True)
 
@@ -128,18 +129,26 @@ def _rank(
     from tinypod.search import rank
 
     price_table = read_prices(prices)
-    targets = [table.find_slice(name) for name in dict.fromkeys(names)] or None
+    targets = list(dict.fromkeys(table.find_slice(name) for name in names)) or None
     planner = Planner(config, price_table, errors, grant=grant, fresh=fresh)
-    entries = rank(planner, targets, max_hours=hours, max_dollars=max_dollars, spot=spot)
+    ranked = rank(planner, targets, max_hours=hours, max_dollars=max_dollars, spot=spot)
     if json_:
-        print(json.dumps({"prices": price_table.model_dump(mode="json"), "slices": [e.as_json() for e in entries]}))
-    elif entries:
-        console.print(plan_tables.ranking(entries, price_table, grant=grant))
+        listed = [entry.as_json() for entry in ranked.entries]
+        prices_used = price_table.model_dump(mode="json")
+        print(json.dumps({"prices": prices_used, "slices": listed, "left_out": ranked.left_out}))
     else:
-        console.print("no slice keeps within this budget: fewer steps, a smaller model, or more of either")
+        _print(plan_tables.ranking(ranked, price_table, grant=grant))
+
+
+def _print(tables: Any) -> None:
+    from tinypod.plan_tables import WIDTH
+
+    Console(width=max(console.width, WIDTH)).print(tables)
 
 
 def _plan_local(config: Any, *, measure: bool, search: bool, as_json: bool) -> None:
+    import json
+
     from tinypod import local_device
 
     shown = [local_device.plan_here(config, errors, measure=measure)]
@@ -147,7 +156,7 @@ def _plan_local(config: Any, *, measure: bool, search: bool, as_json: bool) -> N
         found = local_device.find_fit_here(config, shown[0], errors, measure=measure)
         shown += [found] if found else []
     if as_json:
-        print(f"[{', '.join(plan.model_dump_json() for plan in shown)}]")
+        print(json.dumps({"plans": [local_device.as_json(plan) for plan in shown]}))
         return
     for plan in shown:
         console.print(local_device.render(plan))

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 
 from tinypod.hlo.groups import Axes
 from tinypod.hlo.hazards import find_hazards
+from tinypod.hlo.liveness import Live, live_at_peak
 from tinypod.hlo.program import Collective, Kernel, Program
 from tinypod.hlo.text import parse
 from tinypod.hlo.walk import Walk
 
-__all__ = ["Collective", "Kernel", "Program", "read"]
+__all__ = ["Collective", "Kernel", "Live", "Program", "live_at_peak", "read"]
 
 
 def read(text: str, mesh: Mapping[str, int]) -> Program:

@@ -19,6 +19,7 @@ class Array:
     dtype: str
     dims: tuple[int, ...]
     space: int
+    layout: str = ""
 
     @cached_property
     def size(self) -> int:
@@ -31,6 +32,15 @@ class Array:
     @cached_property
     def bytes(self) -> int:
         return math.ceil(self.size * self.item_bytes)
+
+    @cached_property
+    def padded_bytes(self) -> int:
+        """What it takes in memory: a TPU's layout, `1,0:T(8,128)`, fills up the two minor dims to whole tiles."""
+        order, _, rest = self.layout.partition(":")
+        sizes = list(self.dims)
+        for dim, tile in zip(ints(order), reversed(ints(find(r"^T\(([\d,]+)\)", rest))), strict=False):
+            sizes[dim] += -sizes[dim] % tile
+        return math.ceil(math.prod(sizes) * self.item_bytes)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
@@ -112,8 +122,17 @@ class Module:
     @property
     def aliased(self) -> frozenset[int]:
         # `input_output_alias={ {0}: (0, {}, may-alias), … }`: only there does an index precede a number in parentheses.
+        return frozenset(int(parameter) for _, parameter in self._aliases)
+
+    @property
+    def donated(self) -> frozenset[int]:
+        """The results that lie in a parameter's buffer."""
+        return frozenset(int(result or 0) for result, _ in self._aliases)
+
+    @property
+    def _aliases(self) -> list[tuple[str, str]]:
         listed = find(r"input_output_alias=\{(.*?\)) \}", self.header)
-        return frozenset(int(number) for number in re.findall(r"\}: \((\d+),", listed))
+        return re.findall(r"\{(\d*)\}: \((\d+),", listed)
 
     def called(self, instruction: Instruction, *attributes: str) -> Computation:
         """The computation that the first of these attributes names: of a fusion or call, `calls` or `to_apply`."""
@@ -187,7 +206,7 @@ def _arrays(shape: str) -> tuple[Array, ...]:
     for dtype, dims, layout in _ARRAY.findall(shape):
         space = find(r"S\((\d+)\)", layout)
         sizes = tuple(int(d.removeprefix("<=")) for d in dims.split(",") if d.strip() not in ("", "?"))
-        found.append(Array(dtype, sizes, int(space or 0)))
+        found.append(Array(dtype, sizes, int(space or 0), layout))
     return tuple(found)
 
 
