@@ -22,7 +22,11 @@ pytestmark = pytest.mark.skipif(
 SHORT = ("model.H_cycles=1", "model.L_cycles=1", "data.path=nowhere")
 SMALL = ("model.hidden_size=128", "model.puzzle_embedding.width=128", "batch_size=64")  # the time goes with the sizes
 SLICES = {"demo": "v4-8", "sudoku_mlp": "v5e-8", "sudoku_attention": "v6e-4"}  # others: v5p-8
-SHIPPED = sorted(path for path in CONFIGS.rglob("*.yaml") if path.name != "base.yaml")
+SHIPPED = [
+    pytest.param(path, id=path.stem, marks=() if path.stem == "demo" else pytest.mark.slow)
+    for path in sorted(CONFIGS.rglob("*.yaml"))
+    if path.name != "base.yaml"
+]
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +46,7 @@ def trained_bytes(config: ExperimentConfig) -> int:
     return sum(4 * int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(trained))
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SHIPPED)
 def test_every_shipped_config_compiles_for_a_slice(path: Path) -> None:
     target = SLICES.get(path.stem, "v5p-8")
     config, found = compile_for(path, target, *(() if path.stem == "demo" else SMALL))
