@@ -138,8 +138,12 @@ def test_a_damaged_cache_is_made_again(compiler) -> None:
 @pytest.mark.parametrize(
     ("overrides", "target", "message"),
     [
-        (["mesh.fsdp=3"], "v4-64", r"v4-64 has 32 devices: mesh: .* fsdp=3 .* does not divide"),
-        (["mesh.data=8"], "v4-64", r"v4-64 has 32 devices: mesh: .* makes 8 devices"),
+        (["mesh.fsdp=3"], "v4-64", r"v4-64: mesh: .* fsdp=3 .* does not divide the 32 devices there are"),
+        (
+            ["mesh.data=32"],
+            "v4-32",
+            r"v4-32: mesh: .* makes 32 devices, .* counts TensorCores; it has 16 chips on 4 hosts",
+        ),
         (["batch_size=16"], "v4-64", r"the batch is too small for v4-64: .* = 16 rows .* 32 devices"),
         (["batch_size=6145"], "v4-64", r"on v4-64, .*6145 rows do not divide .* multiple of 32"),
         (["batch_size=64", "accumulation=4"], "v4-64", r"too small for v4-64: batch_size / accumulation = 16 rows"),

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.status import Status
 
+from tinypod import config as configs
 from tinypod import slices, storage, tpu_compiler
 from tinypod.analysis import Analysis, Facts, Work
 from tinypod.data.puzzles import DatasetInfo
@@ -129,7 +130,6 @@ class Planner:
     ) -> None:
         self.config, self.prices, self.console, self.grant, self.fresh = config, prices, console, grant, fresh
         self.data = describe_data(config)
-        self.compiled = 0
 
     def plan(self, target: slices.Slice, overrides: tuple[str, ...] = ()) -> Plan:
         config = changed(self.config, overrides)
@@ -153,7 +153,6 @@ class Planner:
             analysis = tpu_compiler.compile_for(
                 config, self.data, target, tick=lambda seconds: status.update(f"{what}: {seconds:.0f} s")
             )
-        self.compiled += 1
         fits = "" if analysis.work is not None else ", does not fit"
         self.console.print(f"{what}: {analysis.compile_s:.0f} s{fits}", highlight=False)
         try:
@@ -166,8 +165,6 @@ class Planner:
 
 def changed(config: ExperimentConfig, overrides: tuple[str, ...]) -> ExperimentConfig:
     """The config with `a.b=value` overrides applied."""
-    from tinypod import config as configs
-
     tree = config.model_dump()
     for text in overrides:
         tree = configs.merge(tree, configs.parse_override(text))
@@ -179,7 +176,7 @@ def check(config: ExperimentConfig, target: slices.Slice) -> None:
     try:
         sizes = dict(zip(("data", "fsdp", "tensor"), config.mesh.shape(target.devices), strict=True))
     except ConfigError as error:
-        raise ConfigError(f"{target.name} has {target.devices} devices: {error}") from None
+        raise ConfigError(f"{target.name}: {error}. About {target.name}: {target.describe()}") from None
     shards, rows = sizes["data"] * sizes["fsdp"], config.batch_size // config.accumulation
     if rows % shards:
         too_small = f"the batch is too small for {target.name}: " if rows < shards else f"on {target.name}, "
