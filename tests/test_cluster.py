@@ -103,6 +103,7 @@ def test_every_process_is_profiled(two_by_four: Path) -> None:
         assert len(list((two_by_four / "profile" / f"process_{process}").rglob("*.xplane.pb"))) == 1
 
 
+@pytest.mark.slow
 def test_four_times_two_on_a_mesh_of_three_axes(data: Path, one_by_eight: Path, tmp_path: Path) -> None:
     finished(cluster(data, tmp_path / "run", 4, 2, *STEPS, "mesh={data: 2, fsdp: 2, tensor: 2}"))
     assert_close(*(state_at(data, folder, 6) for folder in (one_by_eight, tmp_path / "run")))
@@ -124,6 +125,7 @@ def test_a_run_goes_on_elsewhere_with_the_same_batches(data: Path, two_by_four: 
     assert np.array_equal(a["carry.example.inputs"], b["carry.example.inputs"])
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_ends_as_if_never_killed(data: Path, two_by_four: Path, tmp_path: Path) -> None:
     """SIGKILL of one process takes all down with its code; `--supervise` starts them again by itself, to the bit."""
     run_dir = tmp_path / "run"

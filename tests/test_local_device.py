@@ -39,6 +39,7 @@ def test_the_prediction_is_the_roofline_of_the_kernels(data: Path) -> None:
     assert silent.fits
 
 
+@pytest.mark.slow
 def test_where_it_does_not_fit_a_cut_is_found(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device with room for two thirds of what eight rows need."""
     config = tiny_config(data, "batch_size=64")

@@ -259,6 +259,7 @@ def test_a_run_in_a_store_is_loaded_on_another_host(store, dataset: str, url: st
         assert np.array_equal(new, old)
 
 
+@pytest.mark.slow
 def test_a_run_in_a_store_goes_on_on_another_host(store, dataset: str, url: str, monkeypatch, tmp_path: Path) -> None:
     """Five steps here, five there, with nothing but the store in common: to the bit what one host would have."""
     for steps, host in (("steps=5", "first"), ("steps=10", "second")):

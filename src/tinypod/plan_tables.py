@@ -12,7 +12,7 @@ from tinypod.plan import Plan, Prediction
 from tinypod.prices import Prices
 from tinypod.search import Ranking
 
-WIDTH = 132  # that the tables need; narrower terminals wrap lines, but lose no digit
+WIDTH = 136  # that the tables need; narrower terminals wrap lines, but lose no digit
 METHOD = (
     "Step times: the TPU compiler's own estimates of its kernels' cycles, never below their roofline; exchange between "
     "chips is added as if nothing overlapped it. No TPU was at hand to hold them against (docs/performance.md)."
@@ -78,6 +78,8 @@ def _memory(plans: Sequence[Plan]) -> Table:
     for plan in plans:
         memory: Memory = plan.analysis.memory
         sizes = [f"{getattr(memory, part) / 2**20:,.1f}" for part in parts]
+        if not plan.fits:  # nothing was compiled that would tell the two apart
+            sizes[-2:] = [f"{(memory.activations + memory.temporaries) / 2**20:,.1f}", "in these"]
         totals = (f"{memory.needed / 2**20:,.0f}", f"{plan.usable_bytes / 2**20:,.0f}")
         table.add_row(_name(plan), *sizes, *totals)
     return table
