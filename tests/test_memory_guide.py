@@ -44,13 +44,16 @@ def test_the_largest_batch_that_fits(compiler) -> None:
 def test_the_guide_is_a_table_for_each_config(compiler, tmp_path: Path) -> None:
     fake = compiler()
     names = ("v4-8", "v4-64", "v5e-8")
-    guide = memory_guide.make_guide([("sudoku", sudoku())], names, read_prices(None), QUIET)
+    guide = memory_guide.make_guide([("sudoku", sudoku())], names, read_prices(None), QUIET, remat=True)
     rows = [line.split(" | ") for line in guide.splitlines() if line.startswith("| v")]
     assert [row[0] for row in rows] == ["| v4-8", "| v4-64", "| v5e-8"]
     assert rows[0][3] == rows[1][3] == "736"
     assert rows[1][4] == f"{736 * 32:,}"
     assert rows[1][6:8] == ["≥ 4,096", f"≥ {4096 * 32:,}"]
     assert {name for name, *_ in fake.asked} == {"v4-8", "v5e-8"}
+    plain = memory_guide.make_guide([("sudoku", sudoku())], names, read_prices(None), QUIET, remat=False)
+    assert "remat" not in plain
+    assert "| v4-8 | 4 | 30.75 | 736 |" in plain
     path = tmp_path / "memory.md"
     path.write_text(f"# Mine\n\nWords.\n\n{memory_guide.MARK}\n\nold")
     memory_guide.write_guide(path, guide)

@@ -8,7 +8,6 @@ the smallest asked for, stands for all.
 
 import datetime
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -27,16 +26,6 @@ MOST = 4096  # rows a device that are looked at: more are of no use to anybody
 _STEP = 16  # rows a device: the guide's batches are multiples of it
 _AIM = 0.97  # of the memory
 _TRIES = 4
-
-
-@dataclass(frozen=True)
-class Entry:
-    """The largest batch that was found to fit one chip."""
-
-    config: str
-    remat: bool
-    target: slices.Slice  # for which it was compiled
-    plan: Plan | None  # None: not even the smallest batch fits
 
 
 def largest_batch(
@@ -69,23 +58,29 @@ def _crossing(plan: Plan, rows: int) -> int:
 
 
 def make_guide(
-    configs: Sequence[tuple[str, ExperimentConfig]], names: Sequence[str], prices: Prices, console: Console
+    configs: Sequence[tuple[str, ExperimentConfig]],
+    names: Sequence[str],
+    prices: Prices,
+    console: Console,
+    *,
+    remat: bool,
 ) -> str:
-    """The guide, as Markdown."""
+    """The guide, as Markdown; `remat`: with a second half for `model.remat=true`."""
     targets = [slices.find_slice(name) for name in names]
     compiled = {
         generation: min((t for t in targets if t.generation is generation), key=lambda target: target.devices)
         for generation in dict.fromkeys(target.generation for target in targets)
     }
+    variants = (False, True) if remat else (False,)
     sections = []
     for name, config in configs:
-        entries = {
-            (generation, remat): Entry(name, remat, target, largest_batch(config, target, remat, prices, console))
+        found = {
+            (generation, variant): largest_batch(config, target, variant, prices, console)
             for generation, target in compiled.items()
-            for remat in (False, True)
+            for variant in variants
         }
-        rows = [_row(target, entries[target.generation, False], entries[target.generation, True]) for target in targets]
-        sections.append("\n".join([f"## {name}", "", *_HEADER, *rows]))
+        rows = [_row(target, [found[target.generation, variant] for variant in variants]) for target in targets]
+        sections.append("\n".join([f"## {name}", "", *_header(remat), *rows]))
     made = f"jax {version('jax')}, libtpu {tpu_compiler.compiler_version()}, {datetime.date.today()}."
     return "\n\n".join([made, *sections]) + "\n"
 
@@ -96,17 +91,15 @@ def write_guide(path: Path, guide: str) -> None:
     replace_file(path, f"{text.partition(MARK)[0]}{MARK}\n\n{guide}".encode())
 
 
-_HEADER = (
-    "| slice | devices | HBM GiB a device | rows a device | batch | needs GiB"
-    " | rows, `model.remat=true` | batch | needs GiB |",
-    "|---|---|---|---|---|---|---|---|---|",
-)
+def _header(remat: bool) -> tuple[str, str]:
+    columns = ["slice", "devices", "HBM GiB a device", "rows a device", "batch", "needs GiB"]
+    columns += ["rows, `model.remat=true`", "batch", "needs GiB"] * remat
+    return f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"
 
 
-def _row(target: slices.Slice, plain: Entry, remat: Entry) -> str:
+def _row(target: slices.Slice, plans: Sequence[Plan | None]) -> str:
     cells = [target.name, str(target.devices), f"{target.generation.usable_bytes / GIB:.2f}"]
-    for entry in (plain, remat):
-        plan = entry.plan
+    for plan in plans:
         if plan is None:
             cells += ["none", "none", "–"]
             continue

@@ -167,6 +167,7 @@ def memory_guide(
     configs: Annotated[list[str], typer.Argument(help="YAML configs.")],
     out: Annotated[Path, typer.Option(help="The Markdown file to write its tables into, below its first paragraphs.")],
     slice_names: Annotated[list[str] | None, typer.Option("--slice", help="Slices; default: a usual choice.")] = None,
+    remat: Annotated[bool, typer.Option("--remat", help="Also with `model.remat=true`: twice the time.")] = False,
 ) -> None:
     """Which batch fits which chip, for each config: regenerates `docs/memory.md` by compiling.
 
@@ -179,7 +180,7 @@ def memory_guide(
     from tinypod.prices import read_prices
 
     loaded = [(Path(name).stem, load_config(name, None)) for name in configs]
-    write_guide(out, make_guide(loaded, slice_names or DEFAULT_SLICES, read_prices(None), errors))
+    write_guide(out, make_guide(loaded, slice_names or DEFAULT_SLICES, read_prices(None), errors, remat=remat))
     console.print(f"wrote {out}", highlight=False)
 
 
