@@ -2,6 +2,7 @@
 seconds. What must hold of every step: one reduction of gradients, no activations sent, the state donated."""
 
 import os
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -106,6 +107,15 @@ def test_a_step_that_does_not_fit_says_by_how_much() -> None:
     assert found.memory.needed > slices.find_slice("v5e-1").generation.usable_bytes
     assert found.memory.state < found.memory.needed
     assert found.memory.activations > 0
+
+
+def test_the_compiler_is_known_by_its_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not by where it lies: JAX points to the package's library when it is imported."""
+    assert tpu_compiler.compiler_version() == version("libtpu")
+    own = tmp_path / "libtpu.so"
+    own.write_bytes(b"")
+    monkeypatch.setenv("TPU_LIBRARY_PATH", str(own))
+    assert tpu_compiler.compiler_version().startswith(f"{own} of ")
 
 
 def test_what_the_child_refuses_is_an_error_here() -> None:

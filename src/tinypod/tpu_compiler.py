@@ -36,10 +36,11 @@ _ALONE = {
 
 def compiler_version() -> str:
     """Of the installed compiler; an error that says how to install it if there is none."""
-    library = os.environ.get("TPU_LIBRARY_PATH")
-    if library:
+    library, package = os.environ.get("TPU_LIBRARY_PATH"), find_spec("libtpu")
+    # JAX sets the variable itself, to the package's own, when it is imported.
+    if library and not (package and package.origin and Path(library).parent == Path(package.origin).parent):
         return f"{library} of {os.path.getmtime(library):.0f}" if os.path.exists(library) else _missing(library)
-    if find_spec("libtpu") is None:
+    if package is None:
         return _missing("libtpu is not installed")
     try:
         return version("libtpu")
