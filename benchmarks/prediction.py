@@ -17,8 +17,8 @@ from rich.console import Console
 
 from tinypod import config as configs
 from tinypod import local_device
-from tinypod.analysis import GIB
 from tinypod.experiment import ExperimentConfig
+from tinypod.slices import GIB
 
 
 def row(path: str, overrides: list[str]) -> tuple[str, float]:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tinypod import tpu_compiler
-from tinypod.analysis import GIB, Analysis, KernelGroup, Memory, Traffic, Work
+from tinypod.analysis import Analysis, KernelGroup, Memory, Traffic, Work
+from tinypod.slices import GIB
 
 
 def install(monkeypatch: pytest.MonkeyPatch, cache: Path, **settings) -> "FakeCompiler":
@@ -30,7 +31,7 @@ def work(kernels: list[KernelGroup], collectives: tuple[Traffic, ...] = ()) -> W
 
 
 def kernel(runs: int = 1, flops: float = 0, hbm_bytes: float = 0, cycles: int | None = None) -> KernelGroup:
-    return KernelGroup(runs=runs, flops=flops, hbm_bytes=hbm_bytes, elements=0, cycles=cycles)
+    return KernelGroup(runs=runs, flops=flops, hbm_bytes=hbm_bytes, cycles=cycles)
 
 
 class FakeCompiler:

@@ -9,10 +9,10 @@ from rich.console import Console
 from fake_compiler import install
 from fixtures import CONFIGS
 from tinypod import memory_guide, slices
-from tinypod.analysis import GIB
 from tinypod.config import load
 from tinypod.experiment import ExperimentConfig
 from tinypod.prices import read_prices
+from tinypod.slices import GIB
 
 QUIET = Console(file=io.StringIO())
 

@@ -4,15 +4,14 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 from typer.testing import CliRunner
 
+import tpu
 from tinypod import cli, slices
 from tinypod.errors import UserError
 
-# In a process of its own: the compiler is loaded once and for all, and a bad topology may end the process.
 ASK_THE_COMPILER = """
 import json, re, sys
 import jax, jax.numpy as jnp
@@ -30,25 +29,12 @@ for name, arguments in json.load(sys.stdin).items():
             answers[name]["gib"] = float(re.search(r"exceeds available HBM \\(([\\d.]+)G", str(error))[1])
 print("ANSWERS" + json.dumps(answers))
 """
-ALONE = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 
-@pytest.mark.skipif(
-    find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ, reason="needs libtpu (extra `plan`)"
-)
+@tpu.needs_compiler
 def test_the_table_is_what_the_compiler_says() -> None:
     asked = {known.name: known.topology_arguments() for known in slices.all_slices()}
-    done = subprocess.run(
-        [sys.executable, "-c", ASK_THE_COMPILER],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=os.environ | ALONE,
-    )
-    assert done.returncode == 0, done.stderr
-    answers = json.loads(done.stdout.split("ANSWERS")[1])
+    answers = json.loads(tpu.run(ASK_THE_COMPILER, json.dumps(asked)).split("ANSWERS")[1])
     assert len(answers) == len(slices.all_slices()) > 40
     for known in slices.all_slices():
         answer = answers[known.name]
@@ -108,3 +94,16 @@ def test_the_command_lists_them_all() -> None:
     assert all(known.name in listed.stdout for known in slices.all_slices())
     as_json = json.loads(CliRunner().invoke(cli.app, ["slices", "v4-64", "--json"]).stdout)
     assert as_json[0] | {"chips": 32, "hosts": 8, "devices": 32, "topology": "2x4x4"} == as_json[0]
+
+
+def test_a_terminal_that_knows_ascii_only_gets_an_answer() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tinypod", "slices", "v4-64"],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "6 ? 45" in done.stdout

@@ -2,8 +2,10 @@
 seconds. What must hold of every step: one reduction of gradients, no activations sent, the state donated."""
 
 import os
+import subprocess
+import sys
+import time
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -16,10 +18,9 @@ from tinypod.analysis import Analysis
 from tinypod.config import load
 from tinypod.errors import ConfigError, DeadlineError, UserError
 from tinypod.experiment import ExperimentConfig, describe_data
+from tpu import needs_compiler
 
-pytestmark = pytest.mark.skipif(
-    find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ, reason="needs libtpu (extra `plan`)"
-)
+pytestmark = needs_compiler
 SHORT = ("model.H_cycles=1", "model.L_cycles=1", "data.path=nowhere")
 SMALL = ("model.hidden_size=128", "model.puzzle_embedding.width=128", "batch_size=64")  # the time goes with the sizes
 SLICES = {"demo": "v4-8", "sudoku_mlp": "v5e-8", "sudoku_attention": "v6e-4"}  # others: v5p-8
@@ -138,3 +139,25 @@ def test_a_compiler_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(UserError, match=r"ended with code -6 while compiling for v4-8:\s+last words"):
         tpu_compiler.compile_for(config, describe_data(config), slices.find_slice("v4-8"))
+
+
+def test_a_parent_that_is_killed_leaves_no_compiler_behind(tmp_path: Path) -> None:
+    path = CONFIGS / "trm" / "sudoku_mlp.yaml"
+    command = [sys.executable, "-m", "tinypod", "plan", str(path), "--slice", "v4-8", "data.path=nowhere"]
+    with subprocess.Popen(
+        command, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)}, stderr=subprocess.PIPE
+    ) as parent:
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+        while not (found := children.read_text().split()):
+            assert parent.poll() is None
+            time.sleep(0.1)
+        child = Path(f"/proc/{found[0]}")
+        while b"tinypod.tpu_compiler" not in child.joinpath("cmdline").read_bytes():
+            time.sleep(0.1)
+        time.sleep(3)  # it is at work: a compilation takes a minute
+        parent.kill()
+    for _ in range(100):
+        if not child.exists():
+            return
+        time.sleep(0.1)
+    raise AssertionError("the compiler goes on, for nobody")

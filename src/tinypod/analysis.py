@@ -16,9 +16,8 @@ from pydantic import BaseModel, ConfigDict
 
 from tinypod import hlo, sharding
 from tinypod.experiment import Experiment
-from tinypod.step import select_trained
+from tinypod.step import bind_loss
 
-GIB = 2**30
 _OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -28,7 +27,7 @@ class Facts(BaseModel):
 
 
 class Memory(Facts):
-    """Bytes of a device."""
+    """Bytes of a device; the parts add up to what is needed."""
 
     needed: int
     weights: int
@@ -38,6 +37,9 @@ class Memory(Facts):
     data: int
     activations: int
     temporaries: int
+
+    def parts(self) -> dict[str, int]:
+        return {name: size for name, size in self if name != "needed"}
 
     @property
     def state(self) -> int:
@@ -62,7 +64,6 @@ class KernelGroup(Facts):
     runs: int
     flops: float
     hbm_bytes: float
-    elements: float
     cycles: int | None
 
     def roofline_s(self, flops: float, bandwidth: float) -> float:
@@ -174,13 +175,8 @@ def kept_for_backward(experiment: Experiment) -> int:
     batch = jax.eval_shape(lambda source: task.draw(source, jax.random.key(0)), experiment.abstract_source)
 
     def pullback(params: Any, carry: Any, batch: Any) -> Any:
-        carry = task.begin(params, carry, batch)
-        rows = {name: params[name][ids] for name, ids in task.lookup(carry).items()}
-
-        def loss(trained: Any, rows: Any) -> Any:
-            return task.loss(params | trained, rows, carry, batch)
-
-        return jax.vjp(loss, select_trained(task, params), rows, has_aux=True)[1]
+        loss, arguments, _ = bind_loss(task, params, carry, batch)
+        return jax.vjp(loss, *arguments, has_aux=True)[1]
 
     jaxpr = jax.make_jaxpr(pullback)(state.params, state.carry, batch).jaxpr
     given = {id(var) for var in jaxpr.invars}  # weights, and the carry: there already
@@ -192,7 +188,7 @@ def kept_for_backward(experiment: Experiment) -> int:
 def _work(program: hlo.Program) -> Work:
     kernels: dict[tuple[Any, ...], int] = {}
     for kernel in program.kernels:
-        work = (kernel.flops, kernel.hbm_bytes, kernel.elements, kernel.cycles)
+        work = (kernel.flops, kernel.hbm_bytes, kernel.cycles)
         kernels[work] = kernels.get(work, 0) + kernel.runs
     collectives: dict[tuple[str, tuple[str, ...], int], list[hlo.Collective]] = {}
     for collective in program.collectives:
@@ -201,8 +197,8 @@ def _work(program: hlo.Program) -> Work:
             collectives.setdefault(kind, []).append(collective)
     return Work(
         kernels=tuple(
-            KernelGroup(runs=runs, flops=flops, hbm_bytes=hbm_bytes, elements=elements, cycles=cycles)
-            for (flops, hbm_bytes, elements, cycles), runs in kernels.items()
+            KernelGroup(runs=runs, flops=flops, hbm_bytes=hbm_bytes, cycles=cycles)
+            for (flops, hbm_bytes, cycles), runs in kernels.items()
         ),
         collectives=tuple(
             Traffic(

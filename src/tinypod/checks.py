@@ -478,5 +478,5 @@ def _size(size_bytes: float) -> str:
 
 
 def _mesh_text(experiment: Experiment) -> str:
-    axes = " × ".join(f"{name} {size}" for name, size in experiment.mesh.shape.items() if size > 1)
+    axes = sharding.describe_mesh(experiment.mesh.shape)
     return f"{experiment.mesh.size} devices ({axes})" if axes else "1 device"

@@ -20,12 +20,13 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from tinypod.analysis import GIB, Analysis, Facts, analyse
+from tinypod.analysis import Analysis, Facts, analyse
 from tinypod.experiment import Experiment, ExperimentConfig, build, describe_data
 from tinypod.models import trm
 from tinypod.plan import changed
 from tinypod.plan_tables import traffic_text, work_as_json
 from tinypod.search import find_fit
+from tinypod.slices import GIB
 
 MEASURED_STEPS = 10
 _PROBE_S = 0.3  # how long each probe goes on, at least
@@ -235,9 +236,7 @@ def _memory(plan: LocalPlan) -> str | Text:
 
 
 def _memory_parts(plan: LocalPlan) -> dict[str, str | Text]:
-    memory = plan.analysis.memory
-    names = ("weights", "optimizer", "averages", "carry", "data", "activations", "temporaries")
-    return {f"  {name}": f"{getattr(memory, name) / 2**20:,.1f} MiB" for name in names}
+    return {f"  {name}": f"{size / 2**20:,.1f} MiB" for name, size in plan.analysis.memory.parts().items()}
 
 
 def as_json(plan: LocalPlan) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from pathlib import Path
 from rich.console import Console
 
 from tinypod import slices, tpu_compiler
-from tinypod.analysis import GIB
 from tinypod.experiment import ExperimentConfig
 from tinypod.plan import Plan, Planner, changed
 from tinypod.prices import Prices
+from tinypod.slices import GIB
 from tinypod.storage import replace_file
 
 DEFAULT_SLICES = ("v4-8", "v4-64", "v5e-8", "v5p-128", "v6e-1", "v6e-4", "v6e-8")

@@ -201,7 +201,7 @@ def make_plan(
     shape = trm.PuzzleShape(info.seq_len, info.vocab_size, info.num_identifiers)
     prediction = None if analysis.work is None else predict(analysis.work, target)
     train_hours = None if prediction is None else config.steps * prediction.step_s / 3600
-    evaluations = _eval_steps(config, info)
+    evaluations = _eval_steps(config, info, shape)
     eval_hours = None if prediction is None or evaluations is None else evaluations * prediction.step_s / 3600
     hours = None if train_hours is None else train_hours + (eval_hours or 0.0)
     return Plan(
@@ -230,7 +230,7 @@ def _dollars(hours: float | None, target: slices.Slice, price: float | None) -> 
     return None if hours is None or price is None else hours * target.chips * price
 
 
-def _eval_steps(config: ExperimentConfig, info: DatasetInfo) -> float | None:
+def _eval_steps(config: ExperimentConfig, info: DatasetInfo, shape: trm.PuzzleShape) -> float | None:
     """All evaluations of a run, in training steps with as much arithmetic: forward passes only, at every halting step.
 
     Where the number of held-out puzzles is not known, `eval.limit` stands for it; None where there is no limit either.
@@ -240,8 +240,8 @@ def _eval_steps(config: ExperimentConfig, info: DatasetInfo) -> float | None:
     if not known:
         return None
     times = 1 if config.eval.every_steps is None else math.ceil(config.steps / config.eval.every_steps)
-    forward = config.model.H_cycles / (config.model.H_cycles + 2)  # the backward pass is twice one cycle's forward pass
-    return times * min(known) * config.task.halting.max_steps * forward / config.batch_size
+    one, step = (trm.count_matmul_flops(config.model, shape, training=training) for training in (False, True))
+    return times * min(known) * config.task.halting.max_steps * one / (step * config.batch_size)
 
 
 def predict(work: Work, target: slices.Slice) -> Prediction:

@@ -7,10 +7,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tinypod.analysis import GIB, Memory, Traffic, Work
+from tinypod.analysis import Traffic, Work
 from tinypod.plan import Plan, Prediction
 from tinypod.prices import Prices
 from tinypod.search import Ranking
+from tinypod.sharding import describe_mesh
+from tinypod.slices import GIB
 
 WIDTH = 136  # that the tables need; narrower terminals wrap lines, but lose no digit
 METHOD = (
@@ -52,7 +54,7 @@ def _summary(plans: Sequence[Plan]) -> Table:
         cost = (dollars(plan.dollars), dollars(plan.dollars_spot)) if fits else ("–", "–")
         table.add_row(
             _name(plan),
-            mesh_text(plan.analysis.mesh),
+            describe_mesh(plan.analysis.mesh) or "one device",
             f"{plan.rows_per_device:,}",
             needed if fits else Text(needed, style="bold red"),
             _time(plan.prediction),
@@ -73,11 +75,10 @@ def _time(prediction: Prediction | None) -> str:
 
 
 def _memory(plans: Sequence[Plan]) -> Table:
-    parts = ("weights", "optimizer", "averages", "carry", "data", "activations", "temporaries")
-    table = _table("Memory of a device, MiB", "slice", *parts, "needed", "there")
+    table = _table("Memory of a device, MiB", "slice", *plans[0].analysis.memory.parts(), "needed", "there")
     for plan in plans:
-        memory: Memory = plan.analysis.memory
-        sizes = [f"{getattr(memory, part) / 2**20:,.1f}" for part in parts]
+        memory = plan.analysis.memory
+        sizes = [f"{size / 2**20:,.1f}" for size in memory.parts().values()]
         if not plan.fits:  # nothing was compiled that would tell the two apart
             sizes[-2:] = [f"{(memory.activations + memory.temporaries) / 2**20:,.1f}", "in these"]
         totals = (f"{memory.needed / 2**20:,.0f}", f"{plan.usable_bytes / 2**20:,.0f}")
@@ -157,10 +158,6 @@ def ranking(ranked: Ranking, prices: Prices, *, grant: bool) -> RenderableType:
 
 def _price_note(prices: Prices, grant: bool) -> str:
     return "Under a grant nothing is charged." if grant else f"Prices: {prices.describe()}."
-
-
-def mesh_text(mesh: dict[str, int]) -> str:
-    return " × ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one device"
 
 
 def milliseconds(seconds: float) -> str:

@@ -10,7 +10,7 @@ Rules stand beside the model. A parameter without a rule, or a rule without a pa
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import jax
@@ -68,6 +68,11 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     found = list(jax.devices() if devices is None else devices)
     ordered = sorted(found, key=lambda device: (device.process_index, device.id))
     return Mesh(np.asarray(ordered).reshape(config.shape(len(ordered))), AXES)
+
+
+def describe_mesh(sizes: Mapping[str, int]) -> str:
+    """The axes that have more than one device: `data 4 × fsdp 2`."""
+    return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

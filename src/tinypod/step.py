@@ -54,6 +54,20 @@ def select_trained(task: Task, params: dict[str, Tree]) -> dict[str, Tree]:
     return {name: value for name, value in params.items() if name not in (*task.frozen, *task.tables)}
 
 
+def bind_loss(
+    task: Task, params: dict[str, Tree], carry: Tree, batch: Tree
+) -> tuple[Callable[[Tree, Tree], Any], tuple[Tree, Tree], dict[str, Array]]:
+    """The loss of a batch as a function of the trained parameters and the table rows it looks up, those two, and the
+    rows' ids."""
+    carry = task.begin(params, carry, batch)
+    ids = task.lookup(carry)
+
+    def loss(trained: Tree, rows: Tree) -> Any:
+        return task.loss(params | trained, rows, carry, batch)
+
+    return loss, (select_trained(task, params), {name: params[name][ids[name]] for name in ids}), ids
+
+
 def make_train_step(
     task: Task, optimizer: Optimizer, seed: int, batch_size: int, accumulation: int, ema_decay: float | None, mesh: Mesh
 ) -> Callable[[TrainState, Tree], tuple[TrainState, dict[str, Array]]]:
@@ -62,15 +76,8 @@ def make_train_step(
     def gradients(
         params: dict[str, Tree], carry: Tree, batch: Tree
     ) -> tuple[Tree, Tree, Tree, dict[str, RowGradients]]:
-        trained = select_trained(task, params)
-        carry = task.begin(params, carry, batch)
-        ids = task.lookup(carry)
-        rows = {name: params[name][ids[name]] for name in ids}
-
-        def loss(trained: Tree, rows: Tree) -> Any:
-            return task.loss(params | trained, rows, carry, batch)
-
-        (_, (carry, sums)), (grads, row_grads) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(trained, rows)
+        loss, arguments, ids = bind_loss(task, params, carry, batch)
+        (_, (carry, sums)), (grads, row_grads) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(*arguments)
         return grads, sums, carry, {name: RowGradients(ids[name], row_grads[name]) for name in ids}
 
     def accumulate(

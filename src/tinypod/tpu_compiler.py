@@ -25,7 +25,7 @@ TIMEOUT_S = 3600.0
 _ANSWER = "TINYPOD_ANSWER "
 # The child must not look for a TPU, nor wait for the metadata server of a Cloud machine, nor mind other processes that
 # have the library open.
-_ALONE = {
+ALONE = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -86,7 +86,7 @@ def _ask(request: str, name: str, tick: Callable[[float], None], timeout_s: floa
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | _ALONE,
+        env={key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | ALONE,
     ) as child:
         try:
             while True:

@@ -34,6 +34,7 @@ from tinypod.models.trm import count_matmul_flops
 from tinypod.progress import TrainingProgress
 from tinypod.recompiles import CompileGuard
 from tinypod.replicas import make_replica_check
+from tinypod.sharding import describe_mesh
 from tinypod.step import TrainState, evaluation_params
 
 SUPERVISED = "TINYPOD_SUPERVISED"  # set by `--supervise`: nobody is there to be asked
@@ -371,7 +372,7 @@ class Loop:
     def _describe(self, held_out_rows: int) -> None:
         config, mesh = self.config, self.experiment.mesh
         weights = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(self.experiment.abstract_state.params))
-        axes = " × ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
+        axes = describe_mesh(mesh.shape)
         processes = f" in {self.cluster.count} processes" if self.cluster.count > 1 else ""
         self.console.print(
             f"{self.run}: {weights:,} weights, {config.model.mixing.kind} mixing, {config.model.dtype}; "

@@ -1,7 +1,4 @@
-"""What XLA's opcodes and call targets mean for the count.
-
-An opcode in no list is taken as elementwise: a new one is counted rather than dropped.
-"""
+"""What XLA's opcodes and call targets mean for the count."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -22,15 +19,6 @@ FREE_CALLS = _words(
 )
 # No matrix product in them; any other call that is not understood is named in `Program.opaque_calls`.
 PLAIN_CALLS = _words("TopK __gpu$TopK __cub$DeviceRadixSort cu_threefry2x32_ffi PadToStatic SliceToDynamic")
-TRANSCENDENTAL = _words(
-    "exponential exponential-minus-one log log-plus-one logistic tanh tan sine cosine erf sqrt rsqrt cbrt power atan2"
-    " acos acosh asin asinh atanh cosh sinh"
-)
-# Moving or making values, or counted otherwise.
-NOT_ELEMENTWISE = FREE | _words(
-    "broadcast iota copy reshape transpose slice dynamic-slice dynamic-update-slice gather concatenate pad reverse"
-    " scatter sort custom-call dot convolution rng-bit-generator send recv infeed outfeed"
-)
 # One element of the result needs more, or others, than the same element of the operand.
 MIXES = _words("dot convolution sort scatter gather reduce-window custom-call reverse reduce map tuple")
 SLICES = _words("slice dynamic-slice gather")

@@ -16,8 +16,6 @@ class Kernel:
     runs: int  # in a step
     flops: float
     hbm_bytes: float
-    transcendentals: float  # elements of exp, log, tanh, rsqrt, …
-    elements: float  # results of elementwise arithmetic, those included; inputs of reductions
     cycles: int | None  # as the TPU compiler estimates
 
 
@@ -63,10 +61,6 @@ class Program:
     @property
     def hbm_bytes(self) -> float:
         return sum(k.runs * k.hbm_bytes for k in self.kernels)
-
-    @property
-    def transcendentals(self) -> float:
-        return sum(k.runs * k.transcendentals for k in self.kernels)
 
     @property
     def cycles(self) -> int:

@@ -6,10 +6,10 @@ Of a conditional, the branch with more work counts.
 from tinypod.hlo.groups import Axes
 from tinypod.hlo.loops import Known, trips
 from tinypod.hlo.opcodes import COLLECTIVES, FREE, FREE_CALLS
+from tinypod.hlo.products import flops, understood
 from tinypod.hlo.program import Collective, Kernel
 from tinypod.hlo.text import Computation, Instruction, Module
 from tinypod.hlo.traffic import traffic
-from tinypod.hlo.work import understood, work
 
 
 class Walk:
@@ -68,17 +68,14 @@ class Walk:
     def kernel(self, computation: Computation, instruction: Instruction, runs: int) -> None:
         if instruction.kind == "custom-call" and not understood(instruction.target):
             self.opaque_calls.append(instruction.target)
-        done = work(self.module, computation, instruction)
         self.kernels.append(
             Kernel(
                 name=instruction.name,
                 opcode=instruction.opcode,
                 op_name=instruction.op_name,
                 runs=runs,
-                flops=done.flops,
+                flops=flops(self.module, computation, instruction),
                 hbm_bytes=traffic(self.module, computation, instruction),
-                transcendentals=done.transcendentals,
-                elements=done.elements,
                 cycles=instruction.cycles,
             )
         )

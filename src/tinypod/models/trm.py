@@ -250,14 +250,15 @@ def _repeat(body: Callable[[Any], Any], carry: Any, times: int, unroll: bool) ->
     return jax.lax.scan(lambda carry, _: (body(carry), None), carry, length=times)[0]
 
 
-def count_matmul_flops(config: TrmConfig, shape: PuzzleShape) -> int:
-    """Floating-point operations of one training step for one example: matrix products only, nothing recomputed."""
+def count_matmul_flops(config: TrmConfig, shape: PuzzleShape, *, training: bool = True) -> int:
+    """Floating-point operations of one step for one example, with or without its backward pass: matrix products only,
+    nothing recomputed."""
     D, T = config.hidden_size, num_puzzle_positions(config) + shape.seq_len
     inner_D = layers.swiglu_width(D, config.expansion, config.mlp_multiple_of)
     inner_T = layers.swiglu_width(T, config.expansion, config.mlp_multiple_of)
     mlp = T * 3 * D * inner_D
     mix = D * 3 * T * inner_T if isinstance(config.mixing, MlpMixing) else T * 4 * D * D + 2 * T * T * D
     calls = config.L_cycles + 1
-    forward_and_backward = config.H_cycles * calls + 2 * calls
-    head = 3 * shape.seq_len * D * shape.vocab_size
-    return 2 * (config.num_layers * (mlp + mix) * forward_and_backward + head)
+    applications = (config.H_cycles + 2 * training) * calls  # only the last cycle is differentiated
+    head = (1 + 2 * training) * shape.seq_len * D * shape.vocab_size
+    return 2 * (config.num_layers * (mlp + mix) * applications + head)

@@ -1,4 +1,4 @@
-"""The arithmetic of one instruction.
+"""The matrix products of one instruction.
 
 FLOPs are those of matrix products alone, as XLA counts them: the TPU compiler writes batched ones as convolutions with
 padded, dilated windows, of which only positions inside the input count. Padding of TPU tiles is ignored.
@@ -7,37 +7,18 @@ padded, dilated windows, of which only positions inside the input count. Padding
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
-from tinypod.hlo.opcodes import NOT_ELEMENTWISE, PLAIN_CALLS, TRANSCENDENTAL
+from tinypod.hlo.opcodes import PLAIN_CALLS
 from tinypod.hlo.text import Computation, Instruction, Module, find, ints
 
 
-@dataclass(frozen=True)
-class Work:
-    flops: float = 0
-    transcendentals: float = 0
-    elements: float = 0
-
-    def __add__(self, other: "Work") -> "Work":
-        return Work(
-            self.flops + other.flops,
-            self.transcendentals + other.transcendentals,
-            self.elements + other.elements,
-        )
-
-
-def work(module: Module, computation: Computation, instruction: Instruction) -> Work:
-    kind = instruction.kind
-    if kind in ("fusion", "call"):
+def flops(module: Module, computation: Computation, instruction: Instruction) -> float:
+    """Of an instruction, with those inside a fusion or a call."""
+    if instruction.kind in ("fusion", "call"):
         called = module.called(instruction)
-        return sum((work(module, called, inner) for inner in called.instructions.values()), Work())
-    if kind in TRANSCENDENTAL:
-        return Work(0, instruction.size, instruction.size)
-    if kind in ("reduce", "reduce-window"):
-        return Work(0, 0, computation.operands(instruction)[0].size)
-    return Work(_flops(computation, instruction), 0, 0 if kind in NOT_ELEMENTWISE else instruction.size)
+        return sum(flops(module, called, inner) for inner in called.instructions.values())
+    return _flops(computation, instruction)
 
 
 def _flops(computation: Computation, instruction: Instruction) -> float:
