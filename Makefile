@@ -28,7 +28,7 @@ data/demo/dataset.json: | .venv/runtime
 	$(BIN)/tinypod data sudoku data/demo --generate --box 2x3 --clues 20 --train-size 1000 --test-size 500
 
 demo: .venv/runtime data/demo/dataset.json
-	$(BIN)/tinypod train configs/demo.yaml --run runs/demo
+	$(BIN)/tinypod train demo --run runs/demo
 	$(BIN)/tinypod eval runs/demo
 	$(BIN)/tinypod solve runs/demo
 

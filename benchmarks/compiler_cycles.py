@@ -11,8 +11,8 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
-from tinypod import hlo, slices
-from tinypod.tpu_compiler import ALONE
+from tinypod.plan import hlo, slices
+from tinypod.plan.compiler import ALONE
 
 os.environ.update(ALONE)  # before JAX starts
 

@@ -190,9 +190,9 @@ _restoring = threading.Lock()
 
 def read_checkpoints(target: Path | str) -> tuple[dict[str, np.ndarray], list[int], list[str]]:
     """The last state, the steps there are, and what is wrong with those that cannot be restored."""
-    from tinypod import run as runs
-    from tinypod.checkpoint import flatten
     from tinypod.experiment import build
+    from tinypod.runs import folder as runs
+    from tinypod.runs.checkpoints import flatten
     from tinypod.sharding import MeshConfig
 
     with _restoring:
@@ -215,7 +215,7 @@ class Victim:
     """A run under way."""
 
     def __init__(self, bench: Bench, name: str, processes: int, *overrides: str, remote: bool = False) -> None:
-        from tinypod import run as runs
+        from tinypod.runs import folder as runs
 
         self.bench, self.result, self.processes = bench, Result(name, processes), processes
         self.random = random.Random(name)
@@ -333,7 +333,7 @@ class Victim:
         self.until(lambda: False, "an end", interval_s=0.1)
 
     def judge(self, reference: dict[str, np.ndarray]) -> None:
-        from tinypod import goodput
+        from tinypod.health import goodput
 
         result, last = self.result, self.bench.steps
         state, steps, result.bad_checkpoints = read_checkpoints(self.target)

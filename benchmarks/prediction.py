@@ -1,6 +1,6 @@
 """Hold the planner's predictions for the device at hand against measured steps.
 
-    python benchmarks/prediction.py configs/trm/sudoku_mlp.yaml configs/trm/sudoku_attention.yaml \
+    python benchmarks/prediction.py trm/sudoku_mlp trm/sudoku_attention \
         --vary batch_size=192 --vary model.remat=true --vary 'model.hidden_size=1024 batch_size=384'
 
 Each row is one `tinypod plan CONFIG --slice local --measure`: the step is compiled, the device probed, the prediction
@@ -16,9 +16,9 @@ import jax
 from rich.console import Console
 
 from tinypod import config as configs
-from tinypod import local_device
 from tinypod.experiment import ExperimentConfig
-from tinypod.slices import GIB
+from tinypod.plan import local as local_device
+from tinypod.plan.slices import GIB
 
 
 def row(path: str, overrides: list[str]) -> tuple[str, float]:

@@ -1,6 +1,6 @@
 """What saving costs the step loop: seconds that a save blocks it, and how much slower the steps beside it are.
 
-    python benchmarks/saving.py configs/demo.yaml data.path=data/demo
+    python benchmarks/saving.py demo data.path=data/demo
 
 Trains in groups of steps, every second group with a save at its beginning, in turn, so that a busy machine slows both
 kinds alike. What a save costs is the difference of the medians of the two kinds of group; its share of the loop is that
@@ -18,9 +18,9 @@ from pathlib import Path
 import jax
 
 from tinypod import config as configs
-from tinypod import run
-from tinypod.checkpoint import Checkpoints
 from tinypod.experiment import ExperimentConfig, build
+from tinypod.runs import folder as run
+from tinypod.runs.checkpoints import Checkpoints
 
 
 def measure(config: ExperimentConfig, folder: Path, groups: int, steps: int) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Time one training step of a config: milliseconds, examples/s, model FLOP/s and its share of the chip's peak.
 
-    python benchmarks/trm_step.py configs/trm/sudoku_mlp.yaml configs/trm/sudoku_attention.yaml
-    python benchmarks/trm_step.py configs/trm/sudoku_mlp.yaml --vary model.unroll=true --vary model.remat=true
+    python benchmarks/trm_step.py trm/sudoku_mlp trm/sudoku_attention
+    python benchmarks/trm_step.py trm/sudoku_mlp --vary model.unroll=true --vary model.remat=true
 
 Model FLOPs are the matrix products of the forward pass and of the last cycle's backward pass, whatever the program
 recomputes. The puzzles are random tokens of the right shape: the arithmetic does not depend on them. Each time is the

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tinypod import tpu_compiler
-from tinypod.analysis import Analysis, KernelGroup, Memory, Traffic, Work
-from tinypod.slices import GIB
+from tinypod.plan import compiler as tpu_compiler
+from tinypod.plan.analysis import Analysis, KernelGroup, Memory, Traffic, Work
+from tinypod.plan.slices import GIB
 
 
 def install(monkeypatch: pytest.MonkeyPatch, cache: Path, **settings) -> "FakeCompiler":

@@ -8,7 +8,9 @@ from tinypod.config import load
 from tinypod.data import puzzles
 from tinypod.experiment import ExperimentConfig
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+TESTS = Path(__file__).parent
+PROGRAMS = TESTS / "programs"
+CONFIGS = TESTS.parent / "src" / "tinypod" / "configs"
 BOX = (2, 2)
 
 

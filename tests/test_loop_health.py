@@ -16,8 +16,11 @@ from rich.console import Console
 
 from fixtures import tiny_config, write_4x4
 from test_train import assert_same_states, in_a_process, rows, state_at
-from tinypod import goodput, health, run, train
+from tinypod import train
 from tinypod.errors import CorruptionError, DamagedError, RecompileError, StorageError
+from tinypod.health import goodput
+from tinypod.health import watch as health
+from tinypod.runs import folder as run
 
 STEPS = ("steps=8", "checkpoint.every_steps=2", "eval.every_steps=null", "log.every_steps=1")
 

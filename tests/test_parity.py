@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from tinypod.data.views import Source
-from tinypod.models import torch_weights, trm
+from tinypod.models import trm
 from tinypod.optim import AdamAtan2Config, TableOptimizer, build_optimizer
 from tinypod.sharding import MeshConfig, make_mesh
 from tinypod.step import TrainState, make_train_step, select_trained
 from tinypod.tasks import puzzle
+from tinypod.weights import authors as torch_weights
 
 GOLDEN = Path(__file__).parent / "golden"
 STEPS = 3

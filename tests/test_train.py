@@ -14,15 +14,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fixtures import TINY, tiny_config, write_4x4
-from tinypod import run, step, train
-from tinypod.checksums import flatten
+from fixtures import CONFIGS, TINY, tiny_config, write_4x4
+from tinypod import step, train
 from tinypod.errors import CheckpointError
 from tinypod.experiment import build
-from tinypod.metrics import MetricsLog
+from tinypod.runs import folder as run
+from tinypod.runs.checksums import flatten
+from tinypod.runs.metrics import MetricsLog
 from tinypod.sharding import MeshConfig
 
-CONFIG = Path(__file__).parents[1] / "configs" / "trm" / "sudoku_mlp.yaml"
+CONFIG = CONFIGS / "trm" / "sudoku_mlp.yaml"
 
 
 @pytest.fixture(scope="module")

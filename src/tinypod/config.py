@@ -18,6 +18,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tinypod.errors import ConfigError
 
+RECIPES = Path(__file__).parent / "configs"
+
 
 class Config(BaseModel):
     """The base of every section: frozen, no unknown keys, no silent conversions ('3' is not 3)."""
@@ -30,7 +32,7 @@ C = TypeVar("C", bound=Config)
 
 def load(path: str | Path, overrides: Sequence[str], schema: type[C]) -> C:
     """Read a config file with its defaults, apply the overrides, validate."""
-    tree = read_tree(Path(path))
+    tree = read_tree(locate(path))
     for text in overrides:
         tree = merge(tree, parse_override(text))
     try:
@@ -39,6 +41,19 @@ def load(path: str | Path, overrides: Sequence[str], schema: type[C]) -> C:
         key = getattr(error, "full_key", None) or "config"
         raise ConfigError(f"{path}:\n  {key}: {str(error).splitlines()[0]}") from None
     return validate(tree, schema, str(path))
+
+
+def locate(name: str | Path) -> Path:
+    """A config file, or one of the package's recipes by its name: `demo`, `trm/sudoku_mlp`."""
+    path, recipe = Path(name), RECIPES / f"{name}.yaml"
+    if path.exists() or path.is_absolute():
+        return path
+    if recipe.is_file():
+        return recipe
+    known = sorted(found.relative_to(RECIPES).with_suffix("").as_posix() for found in RECIPES.rglob("*.yaml"))
+    near = difflib.get_close_matches(str(name).removesuffix(".yaml"), known, n=1)
+    hint = f"did you mean the recipe `{near[0]}`?" if near else f"recipes: {', '.join(known)}"
+    raise ConfigError(f"no config file at {path.absolute()}, and no recipe of that name; {hint}")
 
 
 def read_tree(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:

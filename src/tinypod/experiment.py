@@ -15,14 +15,13 @@ from jax.sharding import Mesh
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from rich.console import Console
 
-from tinypod import sharding, step, storage
+from tinypod import sharding, step
 from tinypod.config import Config
-from tinypod.data import puzzles, views
+from tinypod.data import fetch, puzzles, views
 from tinypod.errors import ConfigError, DataError
-from tinypod.health import HealthConfig
-from tinypod.metrics import WandbSettings
 from tinypod.models import trm
 from tinypod.optim import Optimizer, OptimizerConfig, build_optimizer
+from tinypod.runs import storage
 from tinypod.tasks.puzzle import PuzzleTaskConfig, build_task
 from tinypod.tasks.task import Task
 
@@ -66,10 +65,42 @@ class NonFiniteConfig(Config):
     max_rollbacks: NonNegativeInt = 3  # in a whole run; then it ends
 
 
+class WandbConfig(Config):
+    """Where W&B shows a run; it chooses an `entity` and a `name` where none is given."""
+
+    project: str
+    entity: str | None = None
+    name: str | None = None
+    mode: Literal["online", "offline", "disabled"] = "online"
+
+
 class LogConfig(Config):
     every_steps: PositiveInt = 50
     tensorboard: bool = True
-    wandb: WandbSettings | None = None
+    wandb: WandbConfig | None = None
+
+
+class HealthConfig(Config):
+    heartbeat_s: PositiveFloat = 5.0  # between two writes of a process's heartbeat file
+    start_timeout_s: PositiveFloat = 300.0  # until all processes are there; also a wait for data without a beat
+    restore_timeout_s: PositiveFloat = 900.0  # to read a checkpoint
+    compile_timeout_s: PositiveFloat = 1800.0  # to compile, or to load what was compiled before
+    step_timeout_s: PositiveFloat = 300.0  # for one step
+    evaluate_timeout_s: PositiveFloat = 900.0  # for one batch of an evaluation
+    save_timeout_s: PositiveFloat = 900.0  # to save a checkpoint, and to end
+    on_recompile: Literal["stop", "warn"] = "stop"  # when a function is compiled again after warm-up
+    replica_check_every_steps: PositiveInt | None = None  # compare the copies of the weights; null: never
+
+    @model_validator(mode="after")
+    def _beats_often_enough(self) -> "HealthConfig":
+        timeouts = [key for key in type(self).model_fields if key.endswith("_timeout_s")]
+        key = min(timeouts, key=lambda key: float(getattr(self, key)))
+        if 4 * self.heartbeat_s > getattr(self, key):  # else a silent process could not be told from a live one
+            raise ValueError(
+                f"heartbeat_s={self.heartbeat_s} must be at most a quarter of the shortest timeout, "
+                f"{key}={getattr(self, key)}"
+            )
+        return self
 
 
 class ExperimentConfig(Config):
@@ -215,7 +246,7 @@ class DataFound(NamedTuple):
 
 
 def read_data(config: ExperimentConfig, console: Console | None = None) -> DataFound:
-    folder = storage.local_dataset(config.data.path, console)
+    folder = fetch.local_dataset(config.data.path, console)
     return DataFound(folder, puzzles.read_info(folder))
 
 

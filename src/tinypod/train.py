@@ -20,20 +20,24 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from tinypod import compile_cache, goodput, health, profiling, report, rollback
-from tinypod import run as runs
-from tinypod.checkpoint import SET_ASIDE
+from tinypod.cluster.startup import Cluster, Stop, stop_on_signals
 from tinypod.data.puzzles import Split
-from tinypod.distributed import Cluster, Stop, stop_on_signals
 from tinypod.errors import DamagedError, DeadlineError, NonFiniteError, RecompileError, StorageError
 from tinypod.evaluate import Evaluator
 from tinypod.experiment import Experiment, ExperimentConfig, build
-from tinypod.health import Health
-from tinypod.metrics import Metrics, MetricsLog, Stopwatch, open_metrics
+from tinypod.health import goodput
+from tinypod.health import nonfinite as rollback
+from tinypod.health import watch as health
+from tinypod.health.recompiles import CompileGuard
+from tinypod.health.replicas import make_replica_check
+from tinypod.health.watch import Health
 from tinypod.models.trm import count_matmul_flops
-from tinypod.progress import TrainingProgress
-from tinypod.recompiles import CompileGuard
-from tinypod.replicas import make_replica_check
+from tinypod.runs import compile_cache, profiling
+from tinypod.runs import curves as report
+from tinypod.runs import folder as runs
+from tinypod.runs.checkpoints import SET_ASIDE
+from tinypod.runs.metrics import Metrics, MetricsLog, Stopwatch, open_metrics
+from tinypod.runs.terminal import TrainingProgress
 from tinypod.sharding import describe_mesh
 from tinypod.step import TrainState, evaluation_params
 

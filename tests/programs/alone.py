@@ -4,7 +4,7 @@ import sys
 import time
 from pathlib import Path
 
-from tinypod import distributed
+from tinypod.cluster import startup as distributed
 
 folder = Path(sys.argv[1])
 cluster = distributed.start(None, timeout_s=300, heartbeat_timeout_s=10)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
-from tinypod import distributed
+from tinypod.cluster import startup as distributed
 from tinypod.errors import UserError
 
 

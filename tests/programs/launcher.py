@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tinypod.launch import launch, run_child, supervise
+from tinypod.cluster.launch import launch, run_child, supervise
 
 
 def main() -> int:

@@ -27,7 +27,7 @@ def main() -> None:
     except OSError as error:
         if error.filename is None and error.strerror is None:
             raise
-        from tinypod import storage
+        from tinypod.runs import storage
 
         again = storage.may_pass(error)
         message = f"{error.filename or 'a file'}: {error.strerror}"
@@ -47,14 +47,14 @@ def _fail(message: str, exit_code: int = UserError.exit_code) -> None:
 
 def _end(exit_code: int) -> None:
     if _in_cluster():
-        from tinypod import distributed
+        from tinypod.cluster import startup as distributed
 
         distributed.end_now(exit_code)  # without waiting for processes that cannot come
     sys.exit(exit_code)
 
 
 def _in_cluster() -> bool:
-    module = sys.modules.get("tinypod.distributed")
+    module = sys.modules.get("tinypod.cluster.startup")
     return module is not None and module.is_started()
 
 

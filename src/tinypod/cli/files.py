@@ -5,15 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tinypod.cli.shared import (
-    CheckpointOption,
-    Overrides,
-    RunFolder,
-    WeightsOption,
-    console,
-    data_app,
-    weights_app,
-)
+from tinypod.cli.shared import CheckpointOption, Overrides, RunFolder, WeightsOption, console, data_app, weights_app
 
 
 @data_app.command("sudoku")
@@ -83,9 +75,9 @@ def weights_export(
     weights: WeightsOption = None,
 ) -> None:
     """Write a run's weights as the TRM authors' PyTorch state dict."""
-    from tinypod import run as runs
-    from tinypod.models import torch_weights
+    from tinypod.runs import folder as runs
     from tinypod.step import evaluation_params
+    from tinypod.weights import authors as torch_weights
 
     experiment, state = runs.load_state(runs.open_run(run), [], checkpoint)
     weights = weights or experiment.config.eval.weights
@@ -102,9 +94,9 @@ def weights_import(
 ) -> None:
     """Make a run folder from the TRM authors' PyTorch weights, to evaluate, solve with, or train further."""
     from tinypod import config as configs
-    from tinypod import run as runs
     from tinypod.experiment import ExperimentConfig
-    from tinypod.models import torch_weights
+    from tinypod.runs import folder as runs
+    from tinypod.weights import authors as torch_weights
 
     resolved = configs.load(config, overrides or [], ExperimentConfig)
     runs.create_from_params(runs.open_run(run), resolved, torch_weights.read_state_dict(weights_file))

@@ -42,8 +42,8 @@ def plan(
 
     The TPU compiler needs no TPU (extra `plan`). Compiling takes a minute or so a slice; asking again is instant.
 
-    Examples: `tinypod plan configs/trm/sudoku_mlp.yaml --slice v4-64 --slice v5p-32 batch_size=6144`,
-    `tinypod plan configs/trm/sudoku_mlp.yaml --budget 24h`, `tinypod plan configs/demo.yaml --slice local --measure`.
+    Examples: `tinypod plan trm/sudoku_mlp --slice v4-64 --slice v5p-32 batch_size=6144`,
+    `tinypod plan trm/sudoku_mlp --budget 24h`, `tinypod plan demo --slice local --measure`.
     """
     names = [name.strip().lower() for name in slice_names or []]
     ranked = budget is not None or max_dollars is not None
@@ -77,12 +77,12 @@ def _plan_slices(
     import json
     from functools import partial
 
-    from tinypod import plan_tables
-    from tinypod import slices as table
-    from tinypod.plan import Planner
-    from tinypod.plan import check as check_mesh
-    from tinypod.prices import read_prices
-    from tinypod.search import find_fit
+    from tinypod.plan import slices as table
+    from tinypod.plan import tables as plan_tables
+    from tinypod.plan.planner import Planner
+    from tinypod.plan.planner import check as check_mesh
+    from tinypod.plan.prices import read_prices
+    from tinypod.plan.search import find_fit
 
     targets = list(dict.fromkeys(table.find_slice(name) for name in names))
     for target in targets:  # before minutes are spent on the first
@@ -122,11 +122,11 @@ def _rank(
 ) -> None:
     import json
 
-    from tinypod import plan_tables
-    from tinypod import slices as table
-    from tinypod.plan import Planner
-    from tinypod.prices import read_prices
-    from tinypod.search import rank
+    from tinypod.plan import slices as table
+    from tinypod.plan import tables as plan_tables
+    from tinypod.plan.planner import Planner
+    from tinypod.plan.prices import read_prices
+    from tinypod.plan.search import rank
 
     price_table = read_prices(prices)
     targets = list(dict.fromkeys(table.find_slice(name) for name in names)) or None
@@ -141,7 +141,7 @@ def _rank(
 
 
 def _print(tables: Any) -> None:
-    from tinypod.plan_tables import WIDTH
+    from tinypod.plan.tables import WIDTH
 
     Console(width=max(console.width, WIDTH)).print(tables)
 
@@ -149,7 +149,7 @@ def _print(tables: Any) -> None:
 def _plan_local(config: Any, *, measure: bool, search: bool, as_json: bool) -> None:
     import json
 
-    from tinypod import local_device
+    from tinypod.plan import local as local_device
 
     shown = [local_device.plan_here(config, errors, measure=measure)]
     if not shown[0].fits and search:
@@ -174,10 +174,10 @@ def memory_guide(
     It takes minutes for each config and generation of chips; what was compiled is kept, so that it can be stopped and
     started again.
 
-    Example: `tinypod memory-guide configs/demo.yaml configs/trm/*.yaml --out docs/memory.md`
+    Example: `tinypod memory-guide demo configs/trm/*.yaml --out docs/memory.md`
     """
-    from tinypod.memory_guide import DEFAULT_SLICES, make_guide, write_guide
-    from tinypod.prices import read_prices
+    from tinypod.plan.memory_guide import DEFAULT_SLICES, make_guide, write_guide
+    from tinypod.plan.prices import read_prices
 
     loaded = [(Path(name).stem, load_config(name, None)) for name in configs]
     write_guide(out, make_guide(loaded, slice_names or DEFAULT_SLICES, read_prices(None), errors, remat=remat))
@@ -198,7 +198,7 @@ def slices(
     """
     import json
 
-    from tinypod import slices as table
+    from tinypod.plan import slices as table
 
     shown = table.all_slices() if name is None else [table.find_slice(name)]
     if name is not None:

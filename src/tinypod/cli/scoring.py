@@ -6,15 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from tinypod.cli.shared import (
-    CheckpointOption,
-    Overrides,
-    RunFolder,
-    WeightsOption,
-    app,
-    console,
-    errors,
-)
+from tinypod.cli.shared import CheckpointOption, Overrides, RunFolder, WeightsOption, app, console, errors
 
 
 @app.command("eval")
@@ -36,9 +28,9 @@ def evaluate(
     """
     import json
 
-    from tinypod import run as runs
     from tinypod.evaluate import Evaluator
-    from tinypod.progress import counting
+    from tinypod.runs import folder as runs
+    from tinypod.runs.terminal import counting
     from tinypod.step import evaluation_params
 
     experiment, state = runs.load_state(runs.open_run(run), overrides or [], checkpoint)
@@ -88,8 +80,9 @@ def solve(
     svg: Annotated[Path | None, typer.Option(help="Also draw the (first) answer into this SVG file.")] = None,
 ) -> None:
     """Show an answer being refined step by step, and when the model itself would have stopped."""
-    from tinypod import display, solve
-    from tinypod import run as runs
+    from tinypod.runs import folder as runs
+    from tinypod.solve import display
+    from tinypod.solve import refine as solve
     from tinypod.step import evaluation_params
 
     experiment, state = runs.load_state(runs.open_run(run), [], checkpoint)

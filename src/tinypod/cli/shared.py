@@ -51,9 +51,9 @@ CheckpointOption = Annotated[str, typer.Option("--checkpoint", help="Which one: 
 def load_config(config: str, overrides: list[str] | None) -> Any:
     """The config of a file, or of a run."""
     from tinypod import config as configs
-    from tinypod import run as runs
-    from tinypod import storage
     from tinypod.experiment import ExperimentConfig
+    from tinypod.runs import folder as runs
+    from tinypod.runs import storage
 
     path = Path(config)
     if storage.is_remote(config):

@@ -24,7 +24,7 @@ from tinypod.cli.shared import (
 from tinypod.errors import UserError
 
 if TYPE_CHECKING:
-    from tinypod.run import Run
+    from tinypod.runs.folder import Run
 
 
 @app.command()
@@ -58,11 +58,11 @@ def train(
     other. Elsewhere give each one `--coordinator`, `--num-processes` and `--process-id`. To rehearse a pod on this
     machine: `--processes 4 --devices-per-process 2`.
 
-    Example: `tinypod train configs/demo.yaml steps=500 --run runs/short`
+    Example: `tinypod train demo steps=500 --run runs/short`
     """
-    from tinypod import processes as own
-    from tinypod import profiling
     from tinypod import train as training
+    from tinypod.cli import processes as own
+    from tinypod.runs import profiling
 
     loaded, target = load_config(config, overrides), _target(config, run)
     steps = profiling.parse_range(profile) if profile is not None else None
@@ -94,8 +94,8 @@ def train(
 
 def _target(config: str, run: str | None) -> "Run":
     """The run to train: the one named, the one that the config is of, or one named like the config."""
-    from tinypod import run as runs
-    from tinypod import storage
+    from tinypod.runs import folder as runs
+    from tinypod.runs import storage
 
     path = Path(config)
     if run is not None or storage.is_remote(config):
@@ -109,7 +109,7 @@ def _option(name: str, value: object) -> list[str]:
 
 
 def _print_outcome(run: "Run", outcome: Any) -> None:
-    from tinypod import goodput
+    from tinypod.health import goodput
 
     _print_summary(run, outcome)
     if outcome.trained:
@@ -121,7 +121,7 @@ def _print_outcome(run: "Run", outcome: Any) -> None:
 
 
 def _print_summary(run: "Run", outcome: Any) -> None:
-    from tinypod import report
+    from tinypod.runs import curves as report
 
     facts = report.summary(run.folder)
     table = Table(title=f"{run}", show_header=False, title_justify="left")
@@ -161,13 +161,13 @@ def check(
     logs of a rehearsal that failed. Start it like `train`: on every host of a pod, or with `--processes 4
     --devices-per-process 2` to rehearse one.
 
-    Example: `tinypod check configs/demo.yaml --processes 2 --devices-per-process 2`
+    Example: `tinypod check demo --processes 2 --devices-per-process 2`
     """
     import json
 
-    from tinypod import check as preflight
-    from tinypod import processes as own
-    from tinypod.distributed import Cluster
+    from tinypod.check import runner as preflight
+    from tinypod.cli import processes as own
+    from tinypod.cluster.startup import Cluster
 
     try:
         loaded = load_config(config, overrides)
@@ -198,8 +198,8 @@ def runs_status(
     import json
     import time
 
-    from tinypod import run as runs
-    from tinypod import status
+    from tinypod.runs import folder as runs
+    from tinypod.runs import status
 
     looked_at = runs.open_run(run)
     looked_at.pull()

@@ -9,7 +9,7 @@ from rich.console import Console
 from tinypod.data import puzzles, sudoku
 from tinypod.data.views import SUDOKU_FIRST_DIGIT
 from tinypod.errors import DataError, UserError
-from tinypod.progress import counting
+from tinypod.runs.terminal import counting
 
 
 def parse_box(text: str) -> tuple[int, int]:

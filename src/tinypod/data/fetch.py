@@ -1,0 +1,114 @@
+"""Datasets in an object store: fetched once into this user's cache folder, each file checked against its hash."""
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+from pydantic import ValidationError
+from rich.console import Console
+
+from tinypod.data import puzzles
+from tinypod.errors import DataError, StorageError
+from tinypod.runs.storage import cache_folder, explained, folder, is_remote, replace_file, url_of
+from tinypod.runs.terminal import counting
+
+LOCK_PATIENCE_S = 1800.0  # while another process fetches the same dataset
+CHUNK_BYTES = 1 << 20
+
+
+def local_dataset(path: str, console: Console | None = None) -> Path:
+    """A dataset's folder on this host: itself, or its copy if it lies in an object store."""
+    return fetch_dataset(path, console) if is_remote(path) else Path(path)
+
+
+def fetch_dataset(url: str, console: Console | None = None) -> Path:
+    """Copy a dataset to this host, once: a file whose hash is right is not fetched again.
+
+    Of several processes one fetches while the others wait. `dataset.json` comes last, as when a dataset is made.
+    """
+    url = url_of(url)
+    remote, local = folder(url), cache_folder("datasets", url)
+    local.mkdir(parents=True, exist_ok=True)
+    with _locked(local / ".lock"), explained(f"data.path {url}"):
+        description = _read_description(remote)
+        hashes = {f"{name}.npz": split.sha256 for name, split in _parse(description, url).splits.items()}
+        missing = [name for name, sha256 in hashes.items() if _sha256(local / name) != sha256]
+        sizes = {name: _size(remote / name) for name in missing}
+        with counting(console or Console(quiet=True), f"fetching {url} (KiB)", sum(sizes.values()) >> 10) as progress:
+            for name in missing:
+                _fetch(remote / name, local / name, hashes[name], progress)
+        replace_file(local / "dataset.json", description)
+    return local
+
+
+def _read_description(remote: epath.Path) -> bytes:
+    try:
+        return bytes((remote / "dataset.json").read_bytes())
+    except FileNotFoundError:
+        raise DataError(
+            f"data.path: no dataset at {remote} (no dataset.json); copy one there that `tinypod data` made"
+        ) from None
+
+
+def _parse(description: bytes, url: str) -> puzzles.DatasetInfo:
+    try:
+        return puzzles.DatasetInfo.model_validate(json.loads(description))
+    except (ValueError, ValidationError) as error:
+        raise DataError(f"{url}/dataset.json: not a dataset description: {error}") from None
+
+
+def _size(path: epath.Path) -> int:
+    try:
+        return int(path.stat().length)
+    except FileNotFoundError:
+        raise DataError(f"{path}: missing, though dataset.json names it; copy the dataset there again") from None
+
+
+def _fetch(source: epath.Path, target: Path, sha256: str, progress: Any) -> None:
+    partial, digest = target.with_name(target.name + ".partial"), hashlib.sha256()
+    try:
+        with source.open("rb") as incoming, partial.open("wb") as outgoing:
+            while chunk := incoming.read(CHUNK_BYTES):
+                digest.update(chunk)
+                outgoing.write(chunk)
+                progress(len(chunk) >> 10)
+        if digest.hexdigest() != sha256:
+            raise DataError(
+                f"{source}: its contents are not those that dataset.json describes (damaged or replaced); "
+                "copy the dataset there again"
+            )
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _sha256(path: Path) -> str | None:
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Waits for its turn, within reason; the kernel drops the lock with the process."""
+    deadline = time.monotonic() + LOCK_PATIENCE_S
+    with path.open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise StorageError(
+                        f"{path}: another process of this host has held it for {LOCK_PATIENCE_S:.0f} s; does it hang?"
+                    ) from None
+                time.sleep(0.1)
+        yield

@@ -1,0 +1,410 @@
+"""Goodput: where a run's wall time went, over all its restarts. `goodput.json` in the run folder, by process 0.
+
+A run is a list of attempts, one for each start. The time of an attempt is divided by phase; what JAX itself reports as
+tracing and compiling moves from the phase it happened in to `compiling`. Two kinds are known only afterwards, so they
+are computed when summed up: `lost`, the stepping whose steps a later attempt had to do again (or that a rollback took
+back), and `down`, the time between the last sign of life of an attempt that crashed or was preempted and the next
+start. After an attempt that was done, or that a person stopped, nobody waited: that gap is not counted.
+"""
+
+import json
+import logging
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ValidationError
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tinypod.runs.storage import replace_file
+
+logger = logging.getLogger(__name__)
+
+FILE = "goodput.json"
+_WRITE_INTERVAL_S = 3.0
+_LOST, _DOWN = "lost", "down"
+_MEANINGS = {
+    # kind: colour, what it is
+    "stepping": ("green", "training steps that were kept"),
+    "compiling": ("blue", "tracing and compiling"),
+    "data": ("cyan", "waiting for data"),
+    "evaluating": ("magenta", "evaluating"),
+    "saving": ("yellow", "writing checkpoints"),
+    "restoring": ("bright_yellow", "reading checkpoints"),
+    "starting": ("bright_blue", "starting"),
+    "ending": ("bright_black", "ending"),
+    _LOST: ("red", "steps done again after a restart or rollback"),
+    _DOWN: ("bright_red", "no process, between a crash or preemption and the next start"),
+}
+_BAR_WIDTH = 78
+_CELLS = {"stepping": "█", _LOST: "▒", _DOWN: "░"}
+# Disjoint parts of a compile, as JAX times them; the last one is XLA's own.
+_TRACE, _LOWER, _BACKEND = (
+    f"/jax/core/compile/{name}_duration" for name in ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile")
+)
+_CACHE_HIT, _CACHE_MISS = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
+
+
+class Attempt(BaseModel):
+    """One start of the run, as stored."""
+
+    started: float  # Unix seconds
+    written: float  # the last sign of life
+    host: str = "?"
+    processes: int = 1
+    devices: int | None = None
+    device_kind: str | None = None
+    seconds: dict[str, float] = {}  # by phase
+    first_step: int | None = None  # restored, or 0; None: it did not get that far
+    last_step: int = 0
+    steps_done: int = 0  # with those rolled back
+    lost_s: float = 0.0  # of `stepping`, taken back by rollbacks
+    rollbacks: int = 0
+    ended: str | None = None  # None: still running, or killed
+    compiles: int = 0
+    compile_s: float = 0.0  # in XLA, or loading from the persistent cache instead
+    cache_hits: int = 0
+    cache_misses: int = 0
+    peak_bytes: int | None = None  # the fullest local device
+    step_bytes: dict[str, int] = {}  # the compiled step's own figures
+
+    @property
+    def interrupted(self) -> bool:
+        """Ended against its will: what passes until the next start is lost."""
+        return self.ended not in ("done", "stopped", "stopped: SIGINT")
+
+
+class _File(BaseModel):
+    version: Literal[1]
+    attempts: list[Attempt]
+
+
+class Ledger:
+    """The books of this attempt; only process 0 has one. `Health` enters the phases and writes it now and then."""
+
+    def __init__(
+        self,
+        folder: Path,
+        processes: int = 1,
+        *,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        import jax
+
+        self.path = folder / FILE
+        self._clock, self._monotonic, self._jax = clock, monotonic, jax
+        self._lock = threading.Lock()  # never held while a file is written: the loop would wait for a hung disk
+        self._io_lock = threading.Lock()
+        self._thread = threading.get_ident()
+        self._warned = self._closed = False
+        self._kind, self._entered = "starting", monotonic()
+        self._written_at = -math.inf
+        self._earlier = self._read_or_set_aside()
+        now = clock()
+        self._attempt = Attempt(started=now, written=now, host=socket.gethostname(), processes=processes)
+        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+        jax.monitoring.register_event_listener(self._on_event)
+        self.write()
+
+    def begin(self, restored_step: int) -> None:
+        """The step that this attempt goes on from (0: a new run); asks JAX for its devices."""
+        devices = self._jax.devices()
+        with self._lock:
+            self._attempt.first_step = self._attempt.last_step = restored_step
+            self._attempt.devices, self._attempt.device_kind = len(devices), devices[0].device_kind
+
+    def enter(self, kind: str) -> None:
+        """From now on, time counts as this kind."""
+        with self._lock:
+            self._account()
+            self._kind = kind
+
+    def advance(self, step: int) -> None:
+        """The step that the run is at."""
+        with self._lock:
+            self._account()
+            if self._attempt.first_step is not None and step > self._attempt.last_step:
+                self._attempt.steps_done += step - self._attempt.last_step
+                self._attempt.last_step = step
+
+    def rolled_back(self, from_step: int, to_step: int, seconds: float) -> None:
+        """Steps done in this attempt that were taken back, and the stepping they took."""
+        with self._lock:
+            self._attempt.steps_done += max(0, from_step - self._attempt.last_step)
+            self._attempt.last_step = to_step
+            if self._attempt.first_step is not None:  # back before where this attempt began
+                self._attempt.first_step = min(self._attempt.first_step, to_step)
+            self._attempt.lost_s += seconds
+            self._attempt.rollbacks += 1
+
+    def compiled(self, memory: Any) -> None:
+        """The figures of `compiled.memory_analysis()`; None where the backend has none."""
+        if memory is None:
+            return
+        names = ("argument", "output", "alias", "temp", "generated_code")
+        sizes = {name: int(getattr(memory, f"{name}_size_in_bytes", 0)) for name in names}
+        sizes["total"] = sum(sizes.values()) - 2 * sizes["alias"]  # aliased: an output in an argument's place
+        with self._lock:
+            self._attempt.step_bytes = sizes
+
+    def end(self, how: str, step: int) -> None:
+        """The last entry. JAX's listeners go; a second call changes nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self.advance(step)
+        with self._lock:
+            self._attempt.ended = how
+        self._jax.monitoring.unregister_event_duration_listener(self._on_duration)
+        self._jax.monitoring.unregister_event_listener(self._on_event)
+        self.write(now=True)
+
+    def write(self, *, now: bool = False) -> None:
+        """To the file, at most every few seconds unless `now`. A disk that is full is told of once."""
+        if not now and self._monotonic() - self._written_at < _WRITE_INTERVAL_S:
+            return
+        self._written_at = self._monotonic()
+        try:
+            with self._io_lock:
+                replace_file(self.path, self.encode())
+        except OSError as error:
+            if not self._warned:
+                logger.warning(
+                    "%s cannot be written: %s. The run goes on; its goodput will be wrong.", self.path, error
+                )
+            self._warned = True
+
+    def encode(self) -> bytes:
+        peak = self._peak_bytes()
+        with self._lock:
+            self._account()
+            self._attempt.written = self._clock()
+            self._attempt.peak_bytes = peak if peak is not None else self._attempt.peak_bytes
+            attempts = [attempt.model_dump() for attempt in (*self._earlier, self._attempt)]
+        return json.dumps({"version": 1, "attempts": attempts}).encode() + b"\n"
+
+    def _account(self) -> None:
+        now = self._monotonic()
+        self._add(self._kind, now - self._entered)
+        self._entered = now
+
+    def _add(self, kind: str, seconds: float) -> None:
+        self._attempt.seconds[kind] = self._attempt.seconds.get(kind, 0.0) + seconds
+
+    def _on_duration(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event not in (_TRACE, _LOWER, _BACKEND):
+            return
+        with self._lock:
+            if event == _BACKEND:
+                self._attempt.compiles += 1
+                self._attempt.compile_s += duration_secs
+            if threading.get_ident() == self._thread and self._kind != "compiling":  # others cost the loop no time
+                self._account()
+                moved = min(duration_secs, self._attempt.seconds[self._kind])
+                self._add(self._kind, -moved)
+                self._add("compiling", moved)
+
+    def _on_event(self, event: str, **_: Any) -> None:
+        if event in (_CACHE_HIT, _CACHE_MISS):
+            with self._lock:
+                self._attempt.cache_hits += event == _CACHE_HIT
+                self._attempt.cache_misses += event == _CACHE_MISS
+
+    def _peak_bytes(self) -> int | None:
+        if self._attempt.devices is None:  # before `begin`, asking for devices could start JAX too early
+            return None
+        peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in self._jax.local_devices()]
+        return max((peak for peak in peaks if peak is not None), default=None)
+
+    def _read_or_set_aside(self) -> list[Attempt]:
+        try:
+            return read_attempts(self.path.parent)
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError) as error:
+            aside, number = self.path.with_name(FILE + ".damaged"), 1
+            while aside.exists():
+                aside, number = self.path.with_name(f"{FILE}.damaged.{number}"), number + 1
+            logger.warning("%s is damaged (%s); set aside as %s, a new one begins", self.path, error, aside.name)
+            try:
+                os.replace(self.path, aside)
+            except OSError as why:
+                logger.warning("%s could not be set aside: %s", self.path, why)
+            return []
+
+
+def read_attempts(folder: Path) -> list[Attempt]:
+    """FileNotFoundError where there is no ledger, ValueError where it is damaged or something else."""
+    data = (folder / FILE).read_bytes()
+    try:
+        return _File.model_validate_json(data).attempts
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'file'}: {first['msg']}") from None
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """A run's time over all attempts."""
+
+    seconds: dict[str, float] = field(default_factory=dict)  # by kind, `lost` and `down` among them; only what is > 0
+    attempts: int = 0
+    lost_steps: int = 0
+    rollbacks: int = 0
+    compiles: int = 0
+    compile_s: float = 0.0
+    cache_hits: int = 0
+    peak_bytes: int | None = None
+    step_bytes: dict[str, int] = field(default_factory=dict)
+    hardware: str | None = None  # of the last attempt that knew
+    unreadable: str | None = None
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time that went into steps that were kept."""
+        return self.share("stepping")
+
+    def share(self, kind: str) -> float:
+        return self.seconds.get(kind, 0.0) / self.total_s if self.total_s > 0 else 0.0
+
+
+def summarise(folder: Path) -> Goodput:
+    """Of a run's folder; no ledger reads as no attempts, a damaged one says so."""
+    try:
+        attempts = read_attempts(folder)
+    except FileNotFoundError:
+        return Goodput()
+    except (OSError, ValueError) as error:
+        return Goodput(unreadable=f"{folder / FILE}: {error}")
+    seconds = dict.fromkeys(_MEANINGS, 0.0)
+    lost_steps = 0
+    for number, attempt in enumerate(attempts):
+        lost, lost_s = _lost(attempt, attempts[number + 1 :])
+        lost_steps += lost
+        for kind, value in attempt.seconds.items():
+            seconds[kind] = seconds.get(kind, 0.0) + value
+        seconds["stepping"] -= lost_s
+        seconds[_LOST] += lost_s
+        if number > 0 and attempts[number - 1].interrupted:
+            seconds[_DOWN] += max(0.0, attempt.started - attempts[number - 1].written)
+    known = [attempt for attempt in attempts if attempt.devices is not None]
+    return Goodput(
+        seconds={kind: value for kind, value in seconds.items() if value > 0},
+        attempts=len(attempts),
+        lost_steps=lost_steps,
+        rollbacks=sum(attempt.rollbacks for attempt in attempts),
+        compiles=sum(attempt.compiles for attempt in attempts),
+        compile_s=sum(attempt.compile_s for attempt in attempts),
+        cache_hits=sum(attempt.cache_hits for attempt in attempts),
+        peak_bytes=max((a.peak_bytes for a in attempts if a.peak_bytes is not None), default=None),
+        step_bytes=next((a.step_bytes for a in reversed(attempts) if a.step_bytes), {}),
+        hardware=_hardware(known[-1]) if known else None,
+    )
+
+
+def _lost(attempt: Attempt, later: list[Attempt]) -> tuple[int, float]:
+    """Steps that a later attempt went back before or a rollback took back, and their share of the stepping."""
+    stepping = attempt.seconds.get("stepping", 0.0)
+    rolled_back_s = min(attempt.lost_s, stepping)
+    if attempt.first_step is None:
+        return 0, rolled_back_s
+    net = attempt.last_step - attempt.first_step
+    kept_to = min((a.first_step for a in later if a.first_step is not None), default=attempt.last_step)
+    lost = min(max(0, attempt.last_step - kept_to), net)
+    share = lost / net if net > 0 else 0.0
+    return lost + max(0, attempt.steps_done - net), rolled_back_s + share * (stepping - rolled_back_s)
+
+
+def _hardware(attempt: Attempt) -> str:
+    hosts = f" in {attempt.processes} processes" if attempt.processes > 1 else ""
+    return f"{attempt.devices} × {attempt.device_kind}{hosts}"
+
+
+def render(goodput: Goodput) -> RenderableType:
+    """One headline, one bar, one table."""
+    if goodput.unreadable is not None:
+        return Text(f"goodput unknown: {goodput.unreadable}", style="yellow")
+    if goodput.total_s <= 0:
+        return Text("goodput: nothing recorded yet", style="dim")
+    tries = f"{goodput.attempts} attempt{'s' if goodput.attempts != 1 else ''}"
+    headline = Text.assemble(
+        ("goodput ", ""), (f"{goodput.goodput:.1%}", "bold green"), f" of {duration(goodput.total_s)} in {tries}"
+    )
+    table = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
+    for justify in ("left", "right", "right", "left"):
+        table.add_column(justify=justify)
+    for kind in _kinds(goodput):
+        colour, meaning = _MEANINGS.get(kind, ("white", ""))
+        name = Text.assemble((f"{_CELLS.get(kind, '▓')} ", colour), kind)
+        table.add_row(name, duration(goodput.seconds[kind]), f"{goodput.share(kind):.1%}", Text(meaning, style="dim"))
+    return Group(headline, _bar(goodput), table, *(Text(line, style="dim") for line in _facts(goodput)))
+
+
+def _kinds(goodput: Goodput) -> list[str]:
+    """In the table's order, then any that a newer version knows."""
+    return [*(k for k in _MEANINGS if k in goodput.seconds), *(k for k in goodput.seconds if k not in _MEANINGS)]
+
+
+def _bar(goodput: Goodput) -> Text:
+    """Cells by largest remainder, so that the bar is always as wide."""
+    kinds = _kinds(goodput)
+    exact = [goodput.share(kind) * _BAR_WIDTH for kind in kinds]
+    cells = [int(width) for width in exact]
+    spare = sorted(range(len(kinds)), key=lambda i: cells[i] - exact[i])[: _BAR_WIDTH - sum(cells)]
+    bar = Text()
+    for i, kind in enumerate(kinds):
+        cell = _CELLS.get(kind, "▓")  # to be told apart in a log without colours, too
+        bar.append(cell * (cells[i] + (i in spare)), style=_MEANINGS.get(kind, ("white", ""))[0])
+    return bar
+
+
+def _facts(goodput: Goodput) -> list[str]:
+    lines = []
+    if goodput.lost_steps:
+        back = f", {goodput.rollbacks} rollbacks" if goodput.rollbacks else ""
+        lines.append(f"{goodput.lost_steps:,} steps lost{back}")
+    if goodput.compiles:
+        hits = f", {goodput.cache_hits} of them from the cache" if goodput.cache_hits else ""
+        lines.append(f"XLA: {goodput.compiles:,} compiles in {duration(goodput.compile_s)}{hits}")
+    memory = []
+    if goodput.step_bytes.get("total"):
+        memory.append(f"the step needs {_size(goodput.step_bytes['total'])} a device")
+    if goodput.peak_bytes is not None:
+        memory.append(f"the fullest device reached {_size(goodput.peak_bytes)}")
+    if memory:
+        lines.append(f"memory: {', '.join(memory)}")
+    if goodput.hardware is not None:
+        lines.append(f"on {goodput.hardware}")
+    return lines
+
+
+def duration(seconds: float) -> str:
+    """`0.42 s`, `12.3 s`, `4 min 05 s`, `3 h 07 min`, `2 d 04 h`."""
+    if seconds < 59.95:
+        return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours < 24 else f"{hours // 24} d {hours % 24:02d} h"
+
+
+def _size(size_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.2f} GiB"

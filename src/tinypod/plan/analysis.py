@@ -1,0 +1,224 @@
+"""What a compiled step needs and does, on whatever devices it was compiled for: the facts that plans are made of.
+
+Memory is what the compiler itself counts. The state's parts in it are exact. What the forward pass keeps for the
+backward pass (`activations`) and the `temporaries` share the rest as the buffers do that are live at the program's
+peak. Of a step that the compiler refused there is no program: activations are then what tracing says, `temporaries` the
+rest. All numbers are for one device and one step.
+"""
+
+import math
+import re
+import time
+from typing import Any
+
+import jax
+from pydantic import BaseModel, ConfigDict
+
+from tinypod import sharding
+from tinypod.experiment import Experiment
+from tinypod.plan import hlo
+from tinypod.step import bind_loss
+
+_OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class Facts(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Memory(Facts):
+    """Bytes of a device; the parts add up to what is needed."""
+
+    needed: int
+    weights: int
+    optimizer: int
+    averages: int
+    carry: int
+    data: int
+    activations: int
+    temporaries: int
+
+    def parts(self) -> dict[str, int]:
+        return {name: size for name, size in self if name != "needed"}
+
+    @property
+    def state(self) -> int:
+        """What stays from step to step, however small the batch is cut."""
+        return self.weights + self.optimizer + self.averages + self.carry + self.data
+
+
+class Traffic(Facts):
+    """Collectives of one kind over the same axes, in one step."""
+
+    op: str
+    axes: tuple[str, ...]
+    group_size: int
+    runs: int
+    payload_bytes: float
+    wire_bytes: float  # sent by a device, if its group is a ring
+
+
+class KernelGroup(Facts):
+    """Kernels with the same work, in one step."""
+
+    runs: int
+    flops: float
+    hbm_bytes: float
+    cycles: int | None
+
+    def roofline_s(self, flops: float, bandwidth: float) -> float:
+        return max(self.flops / flops, self.hbm_bytes / bandwidth)
+
+
+class Work(Facts):
+    kernels: tuple[KernelGroup, ...]
+    collectives: tuple[Traffic, ...]
+    arguments: int
+    donated: int  # arguments whose memory an output takes over
+    unknown_loops: int  # counted once
+    opaque_calls: tuple[str, ...]  # whose products are not counted
+    unwanted: tuple[str, ...]  # float64, calls of the host, shapes that are known only at run time
+
+    @property
+    def flops(self) -> float:
+        return sum(kernel.runs * kernel.flops for kernel in self.kernels)
+
+    @property
+    def hbm_bytes(self) -> float:
+        return sum(kernel.runs * kernel.hbm_bytes for kernel in self.kernels)
+
+    def roofline_s(self, flops: float, bandwidth: float) -> float:
+        """Kernel after kernel, each limited by its products at so many FLOP/s or its bytes at so many bytes/s."""
+        return sum(kernel.runs * kernel.roofline_s(flops, bandwidth) for kernel in self.kernels)
+
+    def notes(self) -> list[str]:
+        """What the numbers leave out, and what should not be in a step."""
+        notes = [f"the program has a {what}" for what in self.unwanted[:3]]
+        if self.unknown_loops:
+            notes.append(f"{self.unknown_loops} loops whose number of turns cannot be read are counted once")
+        if self.opaque_calls:
+            notes.append(f"the arithmetic inside {', '.join(sorted(set(self.opaque_calls)))} is not counted")
+        return notes
+
+    @property
+    def kernel_runs(self) -> int:
+        return sum(kernel.runs for kernel in self.kernels)
+
+
+class Analysis(Facts):
+    """Of one config on one set of devices. `work` is None where the compiler refused: the step does not fit."""
+
+    mesh: dict[str, int]
+    memory: Memory
+    work: Work | None
+    compile_s: float  # tracing and lowering, too
+
+
+def analyse(experiment: Experiment) -> tuple[Analysis, Any]:
+    """Compile the training step; also the compiled step itself, None where it does not fit."""
+    experiment.check_batch()
+    mesh = dict(experiment.mesh.shape)
+    began = time.perf_counter()
+    lowered = experiment.train_step.lower(experiment.abstract_state, experiment.abstract_source)  # type: ignore[attr-defined]
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        found = _OUT_OF_MEMORY.search(str(error))
+        if found is None:
+            raise
+        needed = int(float(found[1]) * _UNITS[found[2]])
+        memory = split_memory(experiment, needed)
+        return Analysis(mesh=mesh, memory=memory, work=None, compile_s=time.perf_counter() - began), None
+    compile_s = time.perf_counter() - began
+    text = compiled.as_text()
+    live = hlo.live_at_peak(text)
+    kept = live.forward_bytes / max(1, live.forward_bytes + live.other_bytes)
+    on_tpu = experiment.mesh.devices.flat[0].platform == "tpu"
+    memory = split_memory(experiment, needed_bytes(compiled.memory_analysis(), on_tpu), kept)
+    return Analysis(mesh=mesh, memory=memory, work=_work(hlo.read(text, mesh)), compile_s=compile_s), compiled
+
+
+def needed_bytes(memory: Any, on_tpu: bool) -> int:
+    """The TPU compiler's peak is the number that it holds against the HBM; elsewhere the peak may leave temporaries
+    out, and the sizes of the buffers that are allocated are added up."""
+    if memory is None:  # a backend that does not say
+        return 0
+    if on_tpu:
+        return int(memory.peak_memory_in_bytes)
+    total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    return int(total - memory.alias_size_in_bytes)
+
+
+def split_memory(experiment: Experiment, needed: int, kept: float | None = None) -> Memory:
+    """`kept`: the activations' share of what is not state; None: not known."""
+    state = experiment.abstract_state
+    parts = {
+        "weights": _bytes(state.params),
+        "optimizer": _bytes(state.opt_state),
+        "averages": _bytes(state.ema),
+        "carry": _bytes(state.carry),
+        "data": _bytes(experiment.abstract_source),
+    }
+    rest = max(0, needed - sum(parts.values()))
+    activations = min(rest, kept_for_backward(experiment)) if kept is None else int(rest * kept)
+    return Memory(needed=needed, **parts, activations=activations, temporaries=rest - activations)
+
+
+def _bytes(tree: Any) -> int:
+    """On one device."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def kept_for_backward(experiment: Experiment) -> int:
+    """Bytes that differentiating one part of a batch keeps, on one device; found by tracing alone."""
+    task, state = experiment.task, experiment.abstract_state
+    batch = jax.eval_shape(lambda source: task.draw(source, jax.random.key(0)), experiment.abstract_source)
+
+    def pullback(params: Any, carry: Any, batch: Any) -> Any:
+        loss, arguments, _ = bind_loss(task, params, carry, batch)
+        return jax.vjp(loss, *arguments, has_aux=True)[1]
+
+    jaxpr = jax.make_jaxpr(pullback)(state.params, state.carry, batch).jaxpr
+    given = {id(var) for var in jaxpr.invars}  # weights, and the carry: there already
+    kept = {id(var): var.aval for var in jaxpr.outvars if id(var) not in given}
+    size = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in kept.values() if hasattr(aval, "shape"))
+    return size // (sharding.num_row_shards(experiment.mesh) * experiment.config.accumulation)
+
+
+def _work(program: hlo.Program) -> Work:
+    kernels: dict[tuple[Any, ...], int] = {}
+    for kernel in program.kernels:
+        work = (kernel.flops, kernel.hbm_bytes, kernel.cycles)
+        kernels[work] = kernels.get(work, 0) + kernel.runs
+    collectives: dict[tuple[str, tuple[str, ...], int], list[hlo.Collective]] = {}
+    for collective in program.collectives:
+        if collective.group_size > 1:
+            kind = (collective.op, collective.axes, collective.group_size)
+            collectives.setdefault(kind, []).append(collective)
+    return Work(
+        kernels=tuple(
+            KernelGroup(runs=runs, flops=flops, hbm_bytes=hbm_bytes, cycles=cycles)
+            for (flops, hbm_bytes, cycles), runs in kernels.items()
+        ),
+        collectives=tuple(
+            Traffic(
+                op=op,
+                axes=axes,
+                group_size=size,
+                runs=sum(one.runs for one in found),
+                payload_bytes=sum(one.runs * one.payload_bytes for one in found),
+                wire_bytes=sum(one.runs * one.wire_bytes for one in found),
+            )
+            for (op, axes, size), found in collectives.items()
+        ),
+        arguments=program.num_parameters,
+        donated=len(program.aliased),
+        unknown_loops=len(program.unknown_loops),
+        opaque_calls=program.opaque_calls,
+        unwanted=(
+            *(f"float64: {name}" for name in program.float64),
+            *(f"call of the host: {name}" for name in program.host_calls),
+            *(f"dynamic shape: {name}" for name in program.dynamic_shapes),
+        ),
+    )

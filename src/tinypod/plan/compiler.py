@@ -1,0 +1,139 @@
+"""The TPU compiler, in a process of its own: it needs no TPU, takes minutes, and may end the process it is in.
+
+The parent sends a config and a slice as JSON; the child builds the experiment for the slice's devices, compiles its
+step and answers with an Analysis. Ctrl-C in the parent ends the child at once.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from tinypod.data.puzzles import DatasetInfo
+from tinypod.errors import ConfigError, DataError, DeadlineError, UserError
+from tinypod.experiment import DataFound, ExperimentConfig
+from tinypod.plan import slices
+from tinypod.plan.analysis import Analysis
+
+TIMEOUT_S = 3600.0
+_ANSWER = "TINYPOD_ANSWER "
+# The child must not look for a TPU, nor wait for the metadata server of a Cloud machine, nor mind other processes that
+# have the library open.
+ALONE = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
+
+
+def compiler_version() -> str:
+    """Of the installed compiler; an error that says how to install it if there is none."""
+    library, package = os.environ.get("TPU_LIBRARY_PATH"), find_spec("libtpu")
+    # JAX sets the variable itself, to the package's own, when it is imported.
+    if library and not (package and package.origin and Path(library).parent == Path(package.origin).parent):
+        return f"{library} of {os.path.getmtime(library):.0f}" if os.path.exists(library) else _missing(library)
+    if package is None:
+        return _missing("libtpu is not installed")
+    try:
+        return version("libtpu")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _missing(what: str) -> str:
+    raise UserError(
+        f"planning for TPU slices needs the TPU compiler ({what}): install the extra `plan`, pip install "
+        "'tinypod[plan]' (in a clone: pip install -e '.[plan]'). It needs no TPU. `--slice local` plans for the device "
+        "at hand without it"
+    )
+
+
+def compile_for(
+    config: ExperimentConfig,
+    data: DataFound,
+    target: slices.Slice,
+    *,
+    tick: Callable[[float], None] = lambda seconds: None,
+    timeout_s: float = TIMEOUT_S,
+) -> Analysis:
+    """Compile the config's step for the slice. `tick` is told now and then how long it has taken."""
+    described = {"folder": str(data.folder), "info": data.info.model_dump()}
+    request = json.dumps({"config": config.model_dump(), "data": described, "slice": target.name})
+    out, err, code = _ask(request, target.name, tick, timeout_s)
+    answers = [line for line in out.splitlines() if line.startswith(_ANSWER)]
+    if not answers:
+        raise UserError(f"the TPU compiler ended with code {code} while compiling for {target.name}:\n{_last(err)}")
+    answer = json.loads(answers[-1].removeprefix(_ANSWER))
+    if "error" in answer:
+        raise {"ConfigError": ConfigError, "DataError": DataError}.get(answer["kind"], UserError)(answer["error"])
+    return Analysis.model_validate(answer)
+
+
+def _ask(request: str, name: str, tick: Callable[[float], None], timeout_s: float) -> tuple[str, str, int]:
+    """What the child printed, on stdout and stderr, and its exit code."""
+    began, sent = time.monotonic(), request
+    with subprocess.Popen(
+        [sys.executable, "-m", "tinypod.plan.compiler"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | ALONE,
+    ) as child:
+        try:
+            while True:
+                try:
+                    return *child.communicate(sent, timeout=0.5), child.returncode
+                except subprocess.TimeoutExpired:
+                    sent = ""  # it has the request
+                waited = time.monotonic() - began
+                tick(waited)
+                if waited > timeout_s:
+                    raise DeadlineError(f"compiling for {name} took longer than {timeout_s:.0f} s and was given up")
+        finally:
+            child.kill()
+
+
+def _last(text: str, lines: int = 15) -> str:
+    return "\n".join(text.strip().splitlines()[-lines:]) or "(it printed nothing)"
+
+
+def _end_with(parent: int) -> None:
+    """A parent that was killed does not come back for the answer."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def _serve() -> None:
+    import jax
+    from jax.experimental import topologies
+
+    from tinypod.experiment import build
+    from tinypod.plan.analysis import analyse
+
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    request = json.load(sys.stdin)
+    target = slices.find_slice(request["slice"])
+    jax.config.update("jax_enable_compilation_cache", False)  # what it compiles for absent devices cannot be read back
+    try:
+        devices = topologies.get_topology_desc(**target.topology_arguments()).devices
+        config = ExperimentConfig.model_validate(request["config"])
+        data = DataFound(Path(request["data"]["folder"]), DatasetInfo.model_validate(request["data"]["info"]))
+        built = build(config, devices, data=data)
+        answer = analyse(built)[0].model_dump_json()
+    except UserError as error:
+        answer = json.dumps({"error": str(error), "kind": type(error).__name__})
+    print(f"\n{_ANSWER}{answer}", flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,93 @@
+"""The matrix products of one instruction.
+
+FLOPs are those of matrix products alone, as XLA counts them: the TPU compiler writes batched ones as convolutions with
+padded, dilated windows, of which only positions inside the input count. Padding of TPU tiles is ignored.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+from tinypod.plan.hlo.opcodes import PLAIN_CALLS
+from tinypod.plan.hlo.text import Computation, Instruction, Module, find, ints
+
+
+def flops(module: Module, computation: Computation, instruction: Instruction) -> float:
+    """Of an instruction, with those inside a fusion or a call."""
+    if instruction.kind in ("fusion", "call"):
+        called = module.called(instruction)
+        return sum(flops(module, called, inner) for inner in called.instructions.values())
+    return _flops(computation, instruction)
+
+
+def _flops(computation: Computation, instruction: Instruction) -> float:
+    kind = instruction.kind
+    if kind == "dot":
+        contracted = find(r"lhs_contracting_dims=\{([^}]*)\}", instruction.attributes)
+        return _dot_flops(computation, instruction, ints(contracted))
+    if kind == "convolution":
+        left, right = (operand.arrays[0].dims for operand in computation.operands(instruction)[:2])
+        return _convolution_flops(left, right, instruction.results[0].dims, instruction.attributes)
+    if kind != "custom-call":
+        return 0
+    target = instruction.target
+    if target.startswith("__cublas$"):
+        contracted = find(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.attributes)
+        return _dot_flops(computation, instruction, ints(contracted))
+    if target.startswith("__onednn$matmul"):  # [..., m, k] or, transposed, [..., k, m]
+        left, out = computation.operands(instruction)[0].arrays[0].dims, instruction.results[0]
+        return 2 * out.size * left[-1] * left[-2] / out.dims[-2]
+    return 0
+
+
+def understood(target: str) -> bool:
+    return target.startswith(("__cublas$", "__onednn$matmul")) or target in PLAIN_CALLS
+
+
+def _dot_flops(computation: Computation, instruction: Instruction, contracted: Sequence[int]) -> float:
+    left = computation.operands(instruction)[0].arrays[0]
+    return 2 * instruction.results[0].size * math.prod(left.dims[dim] for dim in contracted)
+
+
+def _convolution_flops(left: Sequence[int], right: Sequence[int], out: Sequence[int], attributes: str) -> float:
+    left_labels, right_labels, out_labels = re.split(r"_|->", find(r"dim_labels=([\w?]+->[\w?]+)", attributes))
+    window = find(r"\bwindow=\{([^}]*)\}", attributes)
+    batch_groups = int(find(r"batch_group_count=(\d+)", attributes) or 1)
+    flops = 2.0 * right[right_labels.index("i")] * right[right_labels.index("o")]
+    flops *= left[left_labels.index("b")] / batch_groups
+    spatial = sorted(label for label in out_labels if label.isdigit())
+    for at, label in enumerate(spatial):
+        flops *= _positions(
+            left[left_labels.index(label)],
+            right[right_labels.index(label)],
+            out[out_labels.index(label)],
+            low=_window(window, "pad", at, 0),
+            stride=_window(window, "stride", at, 1),
+            left_dilation=_window(window, "lhs_dilate", at, 1),
+            right_dilation=_window(window, "rhs_dilate", at, 1),
+        )
+    return flops
+
+
+def _window(window: str, name: str, at: int, default: int) -> int:
+    """What a window has along one dimension; of padding, the lower: `pad=0_1x2_2`."""
+    given = find(rf"\b{name}=(\S+)", window)
+    return int(given.split("x")[at].partition("_")[0]) if given else default
+
+
+@lru_cache(maxsize=4096)
+def _positions(left: int, right: int, out: int, low: int, stride: int, left_dilation: int, right_dilation: int) -> int:
+    """Pairs of output and kernel positions along one dimension that meet an input, not padding or a hole."""
+    every = left_dilation // math.gcd(left_dilation, stride)  # outputs from one that meets an input to the next
+    total = 0
+    for kernel in range(right):
+        offset = kernel * right_dilation - low
+        first = next((o for o in range(every) if (o * stride + offset) % left_dilation == 0), None)
+        if first is None:
+            continue
+        lowest = max(0, math.ceil(-offset / stride))
+        highest = min(out - 1, ((left - 1) * left_dilation - offset) // stride)
+        start = first + math.ceil((lowest - first) / every) * every
+        total += max(0, (highest - start) // every + 1)
+    return total

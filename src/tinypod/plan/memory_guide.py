@@ -1,0 +1,110 @@
+"""Which batch fits which chip, for which config: the table that people keep by hand, found by compiling.
+
+What a step needs grows in a straight line with the rows a device has. A batch that is far too large is refused within
+seconds and says what it would need, which gives the line; the batch where it meets the chip's memory is then compiled,
+to be sure. Slices of one generation have the same chip and differ only in what the chips exchange, so that one of them,
+the smallest asked for, stands for all.
+"""
+
+import datetime
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.console import Console
+
+from tinypod.experiment import ExperimentConfig
+from tinypod.plan import compiler as tpu_compiler
+from tinypod.plan import slices
+from tinypod.plan.planner import Plan, Planner, changed
+from tinypod.plan.prices import Prices
+from tinypod.plan.slices import GIB
+from tinypod.runs.storage import replace_file
+
+DEFAULT_SLICES = ("v4-8", "v4-64", "v5e-8", "v5p-128", "v6e-1", "v6e-4", "v6e-8")
+MARK = "<!-- Made by `tinypod memory-guide`; what stands below is written over. -->"
+MOST = 4096  # rows a device that are looked at: more are of no use to anybody
+_STEP = 16  # rows a device: the guide's batches are multiples of it
+_AIM = 0.97  # of the memory
+_TRIES = 4
+
+
+def largest_batch(
+    config: ExperimentConfig, target: slices.Slice, remat: bool, prices: Prices, console: Console
+) -> Plan | None:
+    """The plan with the most rows a device that fits, to within a few per cent; None if 16 do not."""
+    planner = Planner(changed(config, (f"model.remat={str(remat).lower()}",)), prices, console)
+
+    def with_rows(rows: int) -> Plan:
+        return planner.plan(target, (f"batch_size={rows * target.devices}", "accumulation=1"))
+
+    rows = MOST
+    probe = with_rows(rows)  # refused within seconds, for most
+    for _ in range(_TRIES):
+        if probe.fits:
+            return probe
+        rows = min(rows - _STEP, _crossing(probe, rows))
+        if rows < _STEP:
+            return None
+        probe = with_rows(rows)
+    return probe if probe.fits else None
+
+
+def _crossing(plan: Plan, rows: int) -> int:
+    """Rows a device at which the straight line through this plan meets the memory that there is."""
+    memory = plan.analysis.memory
+    fixed = memory.state - memory.carry
+    each = max(1.0, (memory.needed - fixed) / rows)
+    return int((_AIM * plan.usable_bytes - fixed) / each) // _STEP * _STEP
+
+
+def make_guide(
+    configs: Sequence[tuple[str, ExperimentConfig]],
+    names: Sequence[str],
+    prices: Prices,
+    console: Console,
+    *,
+    remat: bool,
+) -> str:
+    """The guide, as Markdown; `remat`: with a second half for `model.remat=true`."""
+    targets = [slices.find_slice(name) for name in names]
+    compiled = {
+        generation: min((t for t in targets if t.generation is generation), key=lambda target: target.devices)
+        for generation in dict.fromkeys(target.generation for target in targets)
+    }
+    variants = (False, True) if remat else (False,)
+    sections = []
+    for name, config in configs:
+        found = {
+            (generation, variant): largest_batch(config, target, variant, prices, console)
+            for generation, target in compiled.items()
+            for variant in variants
+        }
+        rows = [_row(target, [found[target.generation, variant] for variant in variants]) for target in targets]
+        sections.append("\n".join([f"## {name}", "", *_header(remat), *rows]))
+    made = f"jax {version('jax')}, libtpu {tpu_compiler.compiler_version()}, {datetime.date.today()}."
+    return "\n\n".join([made, *sections]) + "\n"
+
+
+def write_guide(path: Path, guide: str) -> None:
+    """Into the file, in place of what stands below its mark; what a person wrote above it stays."""
+    text = path.read_text() if path.exists() else "# What fits\n\n"
+    replace_file(path, f"{text.partition(MARK)[0]}{MARK}\n\n{guide}".encode())
+
+
+def _header(remat: bool) -> tuple[str, str]:
+    columns = ["slice", "devices", "HBM GiB a device", "rows a device", "batch", "needs GiB"]
+    columns += ["rows, `model.remat=true`", "batch", "needs GiB"] * remat
+    return f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"
+
+
+def _row(target: slices.Slice, plans: Sequence[Plan | None]) -> str:
+    cells = [target.name, str(target.devices), f"{target.generation.usable_bytes / GIB:.2f}"]
+    for plan in plans:
+        if plan is None:
+            cells += ["none", "none", "–"]
+            continue
+        rows, more = plan.rows_per_device, "≥ " * (plan.rows_per_device == MOST)
+        needed = plan.analysis.memory.needed / GIB
+        cells += [f"{more}{rows:,}", f"{more}{rows * target.devices:,}", f"{needed:.1f}"]
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,156 @@
+"""What a run has reached, from its `metrics.jsonl`: a picture of its curves and a summary of its numbers.
+
+The figure is built on the object API with the Agg canvas: no pyplot, so no global state and no display.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+
+from tinypod.runs.metrics import MetricsLog, Row
+
+_TRAIN, _EVAL, _INK = "#2a78b5", "#d1495b", "#3a3f45"
+_SMOOTHING_WINDOWS = 40  # one smoothed point sees about a fortieth of the run
+_ACCURACIES = (
+    # column, label, colour, line style, width
+    ("eval/exact_accuracy", "eval, whole puzzle", _EVAL, "-", 2.2),
+    ("eval/cell_accuracy", "eval, cells", _EVAL, "--", 1.3),
+    ("train/exact_accuracy", "train, whole puzzle", _TRAIN, "-", 1.6),
+    ("train/cell_accuracy", "train, cells", _TRAIN, "--", 1.1),
+)
+_VALUE: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 9, "fontweight": "bold"}
+# Below the plot, where no curve can run under it.
+_LEGEND: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.13), "ncols": 4, "fontsize": 9}
+_LEGEND |= {"frameon": False, "labelcolor": _INK}
+
+
+def plot_curves(run_dir: Path) -> Path | None:
+    """Draws loss and accuracy over steps to `run_dir/curves.png`; an empty log makes no picture: None."""
+    rows = MetricsLog(run_dir).read()
+    if not rows:
+        return None
+    figure = Figure(figsize=(12, 4.9), dpi=130, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    _draw_loss(left, rows)
+    _draw_accuracy(right, rows)
+    for axes in (left, right):
+        _dress(axes, max(row["step"] for row in rows))
+    figure.suptitle(run_dir.resolve().name, fontsize=13, fontweight="bold", color=_INK)
+    path = run_dir / "curves.png"
+    temporary = path.with_name(".curves.tmp.png")  # a viewer never sees half a picture
+    figure.savefig(temporary)
+    temporary.replace(path)
+    return path
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    """A run's numbers; None where they were never logged.
+
+    `eval` is the last value of every `eval/*` metric, `best` the highest exact accuracy and its step,
+    `wall_s` the time from the first row to the last, stops in between included.
+    """
+    rows = MetricsLog(run_dir).read()
+    steps, exact = _column(rows, "eval/exact_accuracy")
+    best = int(np.argmax(exact)) if len(exact) else None
+    speeds = _column(rows, "perf/examples_per_s")[1]
+    losses = [row["train/loss"] for row in rows if "train/loss" in row]
+    return {
+        "steps": max((int(row["step"]) for row in rows), default=0),
+        "final_loss": losses[-1] if losses else None,
+        "eval": {name: value for row in rows for name, value in row.items() if name.startswith("eval/")},
+        "best": None if best is None else {"step": int(steps[best]), "exact_accuracy": float(exact[best])},
+        "examples_per_s": statistics.median(speeds.tolist()) if len(speeds) else None,
+        "wall_s": rows[-1]["time"] - rows[0]["time"] if rows else 0.0,
+    }
+
+
+def _column(rows: list[Row], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """The steps and values of one metric where it was logged and finite."""
+    pairs = [(row["step"], row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
+    table = np.array(pairs, dtype=np.float64).reshape(-1, 2)
+    return table[:, 0], table[:, 1]
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """A centred mean; the window shrinks at the ends, so that the curve ends where the data end."""
+    half = len(values) // _SMOOTHING_WINDOWS // 2
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    index = np.arange(len(values))
+    reach = np.minimum(half, np.minimum(index, len(values) - 1 - index))
+    return (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)
+
+
+def _draw_loss(axes: Axes, rows: list[Row]) -> None:
+    axes.set_title("Training loss", loc="left", fontsize=11, color=_INK)
+    steps, loss = _column(rows, "train/loss")
+    if not len(loss):
+        _say_nothing_logged(axes)
+        return
+    smooth = _smooth(loss)
+    axes.plot(steps, loss, color=_TRAIN, alpha=0.28, linewidth=0.9, label="as logged")
+    axes.plot(steps, smooth, color=_TRAIN, linewidth=2.0, label="smoothed", marker=_marker(steps), ms=3.5)
+    axes.annotate(f"{smooth[-1]:.3g}", (steps[-1], smooth[-1]), (5, 0), **_VALUE, color=_TRAIN)
+    axes.set_ylabel("loss", color=_INK)
+    if loss.min() > 0 and loss.max() > 10 * loss.min():
+        axes.set_yscale("log", subs=[2, 5])
+        axes.set_ylabel("loss, log scale", color=_INK)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    broken = sum(not math.isfinite(row["train/loss"]) for row in rows if "train/loss" in row)
+    if broken:
+        axes.plot([], [], " ", label=f"{broken} not finite, not drawn")
+    axes.legend(**_LEGEND)
+
+
+def _draw_accuracy(axes: Axes, rows: list[Row]) -> None:
+    axes.set_title("Accuracy", loc="left", fontsize=11, color=_INK)
+    axes.set_ylim(-2, 102)
+    axes.yaxis.set_major_formatter(PercentFormatter(100, decimals=0, symbol=" %"))
+    drawn = 0
+    for name, label, color, style, width in _ACCURACIES:
+        steps, values = _column(rows, name)
+        if not len(values):
+            continue
+        drawn += 1
+        percent = 100 * values
+        marker = _marker(steps)
+        if name.startswith("train/"):
+            axes.plot(steps, percent, color=color, alpha=0.15, linewidth=0.8)
+            percent = _smooth(percent)
+        axes.plot(steps, percent, style, color=color, linewidth=width, label=label, marker=marker, ms=3.5)
+        if name == "eval/exact_accuracy":
+            axes.annotate(f"{percent[-1]:.1f} %", (steps[-1], percent[-1]), (5, 0), **_VALUE, color=color)
+    if drawn:
+        axes.legend(**_LEGEND)
+    else:
+        _say_nothing_logged(axes)
+
+
+def _marker(steps: np.ndarray) -> str:
+    return "o" if len(steps) <= 40 else ""  # a single point has no line to be seen by
+
+
+def _say_nothing_logged(axes: Axes) -> None:
+    axes.text(0.5, 0.5, "nothing logged yet", transform=axes.transAxes, ha="center", va="center", color="#9aa0a6")
+
+
+def _dress(axes: Axes, last_step: float) -> None:
+    axes.set_xlabel("step", color=_INK)
+    axes.set_xlim(0, max(1.0, last_step) * 1.1)  # room for the last value beside its curve
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+    axes.grid(True, color="#e4e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#b8bec6")
+    axes.tick_params(which="both", colors=_INK, labelsize=9)

@@ -1,0 +1,317 @@
+"""A run's metrics: `metrics.jsonl`, which is the truth, and TensorBoard and W&B, which copy it.
+
+One line a row: `{"step": 40, "time": 1767225600.0, "train/loss": 0.31, ...}`; `time` is Unix seconds. The
+lines are strict JSON, so a value that is not finite is the string "nan", "inf" or "-inf", and reads back as
+that float. Rows of one step (training and evaluation) stay apart. A line counts once its newline is on disk:
+what a kill leaves after the last newline was never written, and the next writer removes it.
+
+A run that goes on from step S first drops the rows after S, which it will write again. Then the mirrors make
+themselves equal to the log: TensorBoard and offline W&B are written anew; online W&B goes on after the rows
+that the server has or, where a rewind has taken back rows that it may have, is overwritten from row 0. W&B's
+own `_step` is the row's number in the log (W&B merges rows of one step and drops a step lower than its last);
+charts use our `step`. The server overwrites row by row: it shows old rows until the run is past them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import math
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tinypod.errors import StorageError, UserError
+from tinypod.experiment import WandbConfig
+from tinypod.runs.storage import replace_file
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, float]  # "step" is an int, "time" and every metric a float
+
+_MIRROR_FAILED = "%s %s: %s. Training goes on, and metrics.jsonl has every row."
+_EVENT_FILE_SUFFIX = ".tinypod"  # tells our event files from others, such as the profiler's
+_WANDB_FINISH_TIMEOUT_S = 300.0  # W&B's default waits for ever; what is not uploaded then goes up on resume
+
+
+def make_row(step: int, values: Mapping[str, float]) -> Row:
+    assert not {"step", "time"} & values.keys(), "step and time are the row's own columns"
+    row: Row = {"step": int(step), "time": time.time()}
+    row.update((name, float(value)) for name, value in values.items())
+    return row
+
+
+class MetricsLog:
+    """Owns `run_dir/metrics.jsonl`."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / "metrics.jsonl"
+        self._file: io.FileIO | None = None
+
+    def write(self, step: int, values: Mapping[str, float]) -> Row:
+        """Appends a row and returns it."""
+        row = make_row(step, values)
+        self.append(row)
+        return row
+
+    def append(self, row: Row) -> None:
+        """One system call: a kill leaves at most one cut last line."""
+        strict = {name: value if math.isfinite(value) else str(value) for name, value in row.items()}
+        data = json.dumps(strict, allow_nan=False).encode() + b"\n"
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = io.FileIO(self.path, "a")
+            self._file.truncate(sum(len(line) + 1 for line in self._lines()))  # a cut last line goes
+        if self._file.write(data) != len(data):
+            self.close()  # the next write removes the part that fitted
+            raise OSError(f"{self.path}: no space left for a row of metrics")
+
+    def read(self) -> list[Row]:
+        """Every row in the order written, without a cut last line; no file reads as no rows."""
+        return [self._parse(line, number) for number, line in enumerate(self._lines(), start=1)]
+
+    def rewind(self, step: int) -> None:
+        """Drops the rows after `step` and a cut last line, in one atomic replacement of the file."""
+        self.close()
+        if not self.path.exists():
+            return
+        kept = [line for line, row in zip(self._lines(), self.read(), strict=True) if row["step"] <= step]
+        data = b"".join(line + b"\n" for line in kept)
+        if len(data) != self.path.stat().st_size:
+            replace_file(self.path, data, durable=True)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def _lines(self) -> list[bytes]:
+        return self.path.read_bytes().split(b"\n")[:-1] if self.path.exists() else []
+
+    def _parse(self, line: bytes, number: int) -> Row:
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict) or type(row.get("step")) is not int or "time" not in row:
+                raise ValueError("no integer step, or no time")
+            return {name: _from_json(name, value) for name, value in row.items()}
+        except ValueError as error:  # JSON and UTF-8 errors are ValueErrors too
+            raise UserError(
+                f"{self.path}:{number}: not a row of metrics ({error}): {line[:80]!r}. Expected a JSON "
+                "object with an integer step, a time and numbers; correct the line or remove it."
+            ) from error
+
+
+class TensorBoardMirror:
+    """`run_dir/tensorboard/`: one event file, written anew from the log on opening."""
+
+    def __init__(self, run_dir: Path) -> None:
+        # Not SummaryWriter: once the disk is full its queue blocks the caller for ever, and its flush() does
+        # not wait for the queue.
+        from tensorboardX.event_file_writer import EventsWriter
+
+        folder = run_dir / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob(f"events.out.tfevents.*{_EVENT_FILE_SUFFIX}"):
+            old.unlink()
+        self._events = EventsWriter(str(folder / "events"), _EVENT_FILE_SUFFIX)
+        for row in MetricsLog(run_dir).read():
+            self._add(row)
+        self._events.flush()
+
+    def write(self, row: Row) -> None:
+        self._add(row)
+        self._events.flush()
+
+    def close(self, *, failed: bool = False) -> None:
+        self._events.close()
+
+    def _add(self, row: Row) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        values = Summary(value=[Summary.Value(tag=k, simple_value=v) for k, v in _metrics(row).items()])
+        self._events.write_event(Event(wall_time=row["time"], step=row["step"], summary=values))
+
+
+class WandbMirror:
+    """One W&B run through every resume. `wandb.json` has its id and which rows of the log W&B may have."""
+
+    def __init__(self, run_dir: Path, settings: WandbConfig, config: dict[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError("W&B is missing: pip install 'tinypod[wandb]', or turn it off.") from error
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._path, self._online = run_dir / "wandb.json", settings.mode == "online"
+        # rows: how many rows of the log W&B may have; time: the last of these, by its time; stale: up to
+        # which row W&B may have others, from before a rewind, and 0 only when it surely has none.
+        self._state: dict[str, Any] = {"id": uuid.uuid4().hex[:8], "rows": 0, "time": 0.0, "stale": 0}
+        if self._path.exists():
+            self._state = json.loads(self._path.read_text())
+        rows, given = MetricsLog(run_dir).read(), self._state["rows"]
+        same = given == 0 or (given <= len(rows) and self._state["time"] == rows[given - 1]["time"])
+        resume = self._online and same and self._state["stale"] == 0
+        # Saved before W&B gets a row: after a kill the record may name a row too many, never one too few.
+        stale = 0 if resume else max(self._state["stale"], given)
+        self._save(rows=len(rows), time=rows[-1]["time"] if rows else 0.0, stale=stale)
+        # Of two offline folders of one run `wandb sync` lets the later replace the earlier: one has it all.
+        for old in (run_dir / "wandb").glob(f"offline-run-*-{self._state['id']}*"):
+            shutil.rmtree(old, ignore_errors=True)
+        options: dict[str, Any] = {"console": "off"}  # only the log feeds a mirror
+        if "finish_timeout" in wandb.Settings.model_fields:  # newer than the oldest wandb that will do
+            options |= {"finish_timeout": _WANDB_FINISH_TIMEOUT_S, "finish_timeout_raises": True}
+        more: dict[str, Any] = {"id": self._state["id"], "resume": "allow" if resume else None}
+        more |= {"dir": str(run_dir), "reinit": "create_new", "settings": wandb.Settings(**options)}
+        try:
+            self._run = wandb.init(**settings.model_dump(), **more, config=config)
+        except Exception as error:
+            hint = "Run `wandb login`, set the mode to offline, or turn W&B off."
+            raise UserError(f"W&B did not start: {error}. {hint}") from error
+        self._run.define_metric("*", step_metric="step")
+        self._next = self._run.starting_step if resume else 0  # the server's own count of the rows it has
+        for row in rows[self._next :]:
+            self._log(row)
+
+    def write(self, row: Row) -> None:
+        self._save(rows=self._next + 1, time=row["time"])
+        self._log(row)
+
+    def close(self, *, failed: bool = False) -> None:
+        self._run.finish(exit_code=int(failed))  # online: returns when the server has every row, or raises
+        if self._online and self._next >= self._state["stale"]:
+            self._save(stale=0)
+
+    def _log(self, row: Row) -> None:
+        data = {"step": row["step"], "_timestamp": row["time"], **_metrics(row)}
+        self._run.log(data, step=self._next, commit=True)
+        self._next += 1
+
+    def _save(self, **changes: Any) -> None:
+        self._state |= changes
+        replace_file(self._path, json.dumps(self._state).encode(), durable=True)
+
+
+Mirror = TensorBoardMirror | WandbMirror
+
+
+class Metrics:
+    """The log and its mirrors, by name. A mirror that fails is reported and dropped; the log goes on.
+
+    Rows that a full disk refuses are kept in memory and written when there is room again.
+    """
+
+    def __init__(self, log: MetricsLog, mirrors: dict[str, Mirror]) -> None:
+        self.log, self.mirrors = log, mirrors
+        self._waiting: list[Row] = []
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        full = bool(self._waiting)
+        self._waiting.append(make_row(step, values))
+        try:
+            self.flush()
+        except StorageError as error:
+            if not full:
+                logger.warning("%s. Training goes on, and the rows are kept until there is room.", error)
+
+    def flush(self) -> None:
+        """Write what waits, or say why not."""
+        while self._waiting:
+            row = self._waiting[0]
+            try:
+                self.log.append(row)
+            except OSError as error:
+                raise StorageError(f"{self.log.path}: {error.strerror or error}") from error
+            self._waiting.pop(0)
+            self._copy(row)
+
+    def _copy(self, row: Row) -> None:
+        for name, mirror in list(self.mirrors.items()):
+            try:
+                mirror.write(row)
+            except Exception as error:
+                logger.warning(_MIRROR_FAILED, name, "stopped", error)
+                del self.mirrors[name]
+                with contextlib.suppress(Exception):
+                    mirror.close(failed=True)
+
+    def close(self, *, failed: bool = False) -> None:
+        try:
+            self.flush()
+        except StorageError as error:
+            logger.warning(
+                "%s. %d rows of metrics are lost; the next start writes them again", error, len(self._waiting)
+            )
+        self.log.close()
+        while self.mirrors:
+            name, mirror = self.mirrors.popitem()
+            try:
+                mirror.close(failed=failed)
+            except Exception as error:
+                logger.warning(_MIRROR_FAILED, name, "did not close", error)
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=kind is not None)
+
+
+def open_metrics(
+    run_dir: Path, *, tensorboard: bool, wandb: WandbConfig | None, config: dict[str, Any], resume_step: int
+) -> Metrics:
+    """Rewinds the log to the step restored (0: the run starts over and no row stays) and opens the mirrors.
+
+    A mirror that cannot start stops a new run with an error; a run that goes on does without it.
+    """
+    MetricsLog(run_dir).rewind(resume_step if resume_step > 0 else -1)
+    openers: dict[str, Callable[[], Mirror]] = {}
+    if tensorboard:
+        openers["TensorBoard"] = lambda: TensorBoardMirror(run_dir)
+    if wandb is not None and wandb.mode != "disabled":
+        openers["W&B"] = lambda: WandbMirror(run_dir, wandb, config)
+    metrics = Metrics(MetricsLog(run_dir), {})
+    for name, opener in openers.items():
+        try:
+            metrics.mirrors[name] = opener()
+        except Exception as error:
+            if resume_step == 0:
+                metrics.close(failed=True)
+                raise
+            logger.warning(_MIRROR_FAILED, name, "did not start", error)
+    return metrics
+
+
+class Stopwatch:
+    """Seconds of training between logging points; evaluation and saving stand in `pause()`, not counted."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self._start = clock, clock()
+
+    def lap(self) -> float:
+        """The seconds since the last lap, less the pauses; the next lap begins."""
+        now = self._clock()
+        seconds, self._start = now - self._start, now
+        return seconds
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        began = self._clock()
+        yield
+        self._start += self._clock() - began
+
+
+def _metrics(row: Row) -> Row:
+    return {name: value for name, value in row.items() if name not in ("step", "time")}
+
+
+def _from_json(name: str, value: object) -> float:
+    if isinstance(value, str) and value in ("nan", "inf", "-inf"):
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} is {value!r}")
+    return value if name == "step" else float(value)

@@ -1,0 +1,165 @@
+"""Every shipped config, compiled by the TPU compiler for a slice that is not there; recursion is shortened, to take
+seconds. What must hold of every step: one reduction of gradients, no activations sent, the state donated."""
+
+import os
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from fixtures import CONFIGS
+from tinypod import experiment, step
+from tinypod.config import load
+from tinypod.errors import ConfigError, DeadlineError, UserError
+from tinypod.experiment import ExperimentConfig, describe_data
+from tinypod.plan import compiler as tpu_compiler
+from tinypod.plan import slices
+from tinypod.plan.analysis import Analysis
+from tpu import needs_compiler
+
+pytestmark = needs_compiler
+SHORT = ("model.H_cycles=1", "model.L_cycles=1", "data.path=nowhere")
+SMALL = ("model.hidden_size=128", "model.puzzle_embedding.width=128", "batch_size=64")  # the time goes with the sizes
+SLICES = {"demo": "v4-8", "sudoku_mlp": "v5e-8", "sudoku_attention": "v6e-4"}  # others: v5p-8
+SHIPPED = [
+    pytest.param(path, id=path.stem, marks=() if path.stem == "demo" else pytest.mark.slow)
+    for path in sorted(CONFIGS.rglob("*.yaml"))
+    if path.name != "base.yaml"
+]
+
+
+@pytest.fixture(autouse=True)
+def _as_users_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION", "NPROC"):  # the suite's own settings
+        monkeypatch.delenv(name)
+
+
+def compile_for(path: Path, target: str, *overrides: str) -> tuple[ExperimentConfig, Analysis]:
+    config = load(path, [*SHORT, *overrides], ExperimentConfig)
+    return config, tpu_compiler.compile_for(config, describe_data(config), slices.find_slice(target))
+
+
+def trained_bytes(config: ExperimentConfig) -> int:
+    built = experiment.build(config, data=describe_data(config))
+    trained = step.select_trained(built.task, built.abstract_state.params)
+    return sum(4 * int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(trained))
+
+
+@pytest.mark.parametrize("path", SHIPPED)
+def test_every_shipped_config_compiles_for_a_slice(path: Path) -> None:
+    target = SLICES.get(path.stem, "v5p-8")
+    config, found = compile_for(path, target, *(() if path.stem == "demo" else SMALL))
+    check_step(config, found, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sudoku_mlp", "sudoku_attention"])
+def test_the_recipes_compile_as_they_are_for_a_v4_64(name: str) -> None:
+    path = CONFIGS / "trm" / f"{name}.yaml"
+    config = load(path, ["data.path=nowhere", "batch_size=6144"], ExperimentConfig)
+    check_step(config, tpu_compiler.compile_for(config, describe_data(config), slices.find_slice("v4-64")), "v4-64")
+
+
+def check_step(config: ExperimentConfig, found: Analysis, target: str) -> None:
+    work = found.work
+    assert work is not None
+    assert found.mesh == {"data": slices.find_slice(target).devices, "fsdp": 1, "tensor": 1}
+    assert {(traffic.op, traffic.axes) for traffic in work.collectives} == {("all-reduce", ("data",))}
+    [reduction] = work.collectives
+    gradients = trained_bytes(config)
+    assert gradients <= reduction.payload_bytes < 1.01 * gradients + 8192  # sums for metrics, rows of the puzzle table
+    assert reduction.runs <= 2  # the gradients, and the count of rows of the puzzle table
+    built = experiment.build(config, jax.devices()[:1], data=describe_data(config))
+    changed = len(jax.tree.leaves(built.abstract_state)) - len(jax.tree.leaves(built.abstract_state.params["z_init"]))
+    assert changed <= work.donated <= work.arguments
+    assert work.unwanted == ()
+    assert work.unknown_loops == 0
+    assert work.opaque_calls == ()
+    assert sum(kernel.cycles or 0 for kernel in work.kernels) > 0
+    assert 0 < found.memory.needed < slices.find_slice(target).generation.usable_bytes
+
+
+def test_fsdp_and_tensor_collectives_stay_on_their_axes() -> None:
+    """Weights are gathered over fsdp and partial sums added over tensor; no more than that crosses the data axis."""
+    config, found = compile_for(
+        CONFIGS / "trm" / "sudoku_attention.yaml",
+        "v5e-8",
+        "mesh={data: 2, fsdp: 2, tensor: 2}",
+        *SMALL,
+    )
+    work = found.work
+    assert work is not None
+    assert all("?" not in traffic.axes for traffic in work.collectives), work.collectives
+    ops = {(traffic.op, traffic.axes) for traffic in work.collectives}
+    assert any(op == "all-gather" and axes == ("fsdp",) for op, axes in ops), ops
+    assert any(op == "all-reduce" and "tensor" in axes for op, axes in ops), ops
+    over_data = [traffic for traffic in work.collectives if "data" in traffic.axes]
+    assert {traffic.op for traffic in over_data} == {"all-reduce"}
+    assert sum(traffic.payload_bytes for traffic in over_data) <= trained_bytes(config)
+    assert work.unwanted == ()
+
+
+def test_a_step_that_does_not_fit_says_by_how_much() -> None:
+    _, found = compile_for(CONFIGS / "trm" / "sudoku_mlp.yaml", "v5e-1", "batch_size=32768", "model.unroll=false")
+    assert found.work is None
+    assert found.memory.needed > slices.find_slice("v5e-1").generation.usable_bytes
+    assert found.memory.state < found.memory.needed
+    assert found.memory.activations > 0
+
+
+def test_the_compiler_is_known_by_its_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not by where it lies: JAX points to the package's library when it is imported."""
+    assert tpu_compiler.compiler_version() == version("libtpu")
+    own = tmp_path / "libtpu.so"
+    own.write_bytes(b"")
+    monkeypatch.setenv("TPU_LIBRARY_PATH", str(own))
+    assert tpu_compiler.compiler_version().startswith(f"{own} of ")
+
+
+def test_what_the_child_refuses_is_an_error_here() -> None:
+    with pytest.raises(ConfigError, match="does not divide dimension"):
+        compile_for(CONFIGS / "demo.yaml", "v4-8", "mesh.fsdp=4", "model.hidden_size=90")
+
+
+def test_a_compilation_that_takes_too_long_is_given_up() -> None:
+    config = load(CONFIGS / "demo.yaml", SHORT, ExperimentConfig)
+    with pytest.raises(DeadlineError, match="compiling for v4-8 took longer"):
+        tpu_compiler.compile_for(config, describe_data(config), slices.find_slice("v4-8"), timeout_s=0.1)
+
+
+def test_a_compiler_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As libtpu does at some topologies: an abort, without a Python exception."""
+    config = load(CONFIGS / "demo.yaml", SHORT, ExperimentConfig)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys; print('last words', file=sys.stderr, flush=True); os.abort()"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"ended with code -6 while compiling for v4-8:\s+last words"):
+        tpu_compiler.compile_for(config, describe_data(config), slices.find_slice("v4-8"))
+
+
+def test_a_parent_that_is_killed_leaves_no_compiler_behind(tmp_path: Path) -> None:
+    path = CONFIGS / "trm" / "sudoku_mlp.yaml"
+    command = [sys.executable, "-m", "tinypod", "plan", str(path), "--slice", "v4-8", "data.path=nowhere"]
+    with subprocess.Popen(
+        command, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)}, stderr=subprocess.PIPE
+    ) as parent:
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+        while not (found := children.read_text().split()):
+            assert parent.poll() is None
+            time.sleep(0.1)
+        child = Path(f"/proc/{found[0]}")
+        while b"tinypod.plan.compiler" not in child.joinpath("cmdline").read_bytes():
+            time.sleep(0.1)
+        time.sleep(3)  # it is at work: a compilation takes a minute
+        parent.kill()
+    for _ in range(100):
+        if not child.exists():
+            return
+        time.sleep(0.1)
+    raise AssertionError("the compiler goes on, for nobody")

@@ -1,0 +1,100 @@
+"""Plans for the devices at hand: the prediction's arithmetic, and that measuring runs steps."""
+
+import io
+import json
+from pathlib import Path
+
+import jax
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from fixtures import CONFIGS, TINY, tiny_config, write_4x4
+from tinypod import cli, experiment
+from tinypod.plan import analysis
+from tinypod.plan import local as local_device
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_4x4(tmp_path_factory.mktemp("local") / "data")
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+def test_the_prediction_is_the_roofline_of_the_kernels(data: Path) -> None:
+    built = experiment.build(tiny_config(data))
+    found, _ = analysis.analyse(built)
+    assert found.work is not None
+    probe = local_device.Probe(device_kind="x", devices=8, flops=5e7, bandwidth=1e8, memory_bytes=1)
+    made = local_device.make_local_plan(built, found, probe)
+    each = [k.runs * max(k.flops / 5e7, k.hbm_bytes / 1e8) for k in found.work.kernels]
+    assert made.predicted_s == pytest.approx(sum(each))
+    assert max(made.compute_s, made.memory_s) < made.predicted_s < made.compute_s + made.memory_s
+    assert not made.fits
+    assert made.rows_per_device == 2
+    roomy = local_device.make_local_plan(built, found, probe.model_copy(update={"memory_bytes": 2**40}))
+    assert roomy.fits
+    silent = local_device.make_local_plan(built, found, probe.model_copy(update={"memory_bytes": None}))
+    assert silent.fits
+
+
+@pytest.mark.slow
+def test_where_it_does_not_fit_a_cut_is_found(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device with room for two thirds of what eight rows need."""
+    config = tiny_config(data, "batch_size=64")
+    needed = local_device.plan_here(config, quiet(), measure=False).analysis.memory
+    room = needed.state + int(0.66 * (needed.needed - needed.state))
+    monkeypatch.setattr(local_device, "memory_bytes", lambda: room)
+    failed = local_device.plan_here(config, quiet(), measure=True)
+    assert not failed.fits
+    assert failed.measured_s is None
+    found = local_device.find_fit_here(config, failed, quiet(), measure=True)
+    assert found is not None
+    assert found.fits
+    assert found.overrides
+    assert found.measured_s is not None
+
+
+def test_the_probe_is_a_speed() -> None:
+    probe = local_device.probe_device("float32")
+    assert probe.devices == 8
+    assert 1e6 < probe.flops < 1e15
+    assert 1e6 < probe.bandwidth < 1e14
+    assert probe.memory_bytes is None or probe.memory_bytes > 2**20
+
+
+def test_measuring_runs_steps(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+    original = local_device.analyse
+
+    def counting(built):
+        found, compiled = original(built)
+
+        def step(state, source):
+            state, sums = compiled(state, source)
+            steps.append(int(state.step))
+            return state, sums
+
+        return found, step
+
+    monkeypatch.setattr(local_device, "analyse", counting)
+    made = local_device.plan_here(tiny_config(data), quiet(), measure=True)
+    assert steps == list(range(1, 13))
+    assert made.measured_s is not None
+    assert made.ratio == pytest.approx(made.predicted_s / made.measured_s)
+
+
+def test_the_command_plans_a_dataset_that_is_not_there(tmp_path: Path) -> None:
+    overrides = [*TINY, f"data.path={tmp_path}/nothing", "data.expected={kind: sudoku, box: [2, 2], rows: 50}"]
+    config = str(CONFIGS / "trm" / "sudoku_mlp.yaml")
+    arguments = ["plan", config, "--slice", "local", "--measure", *overrides]
+    shown = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "120"})
+    assert shown.exit_code == 0, shown.output
+    assert f"{jax.device_count()} × " in shown.stdout
+    assert "predicted / measured" in shown.stdout
+    [answer] = json.loads(CliRunner().invoke(cli.app, [*arguments, "--json"]).stdout)["plans"]
+    assert answer["measured_s"] > 0
+    assert answer["predicted_s"] > 0

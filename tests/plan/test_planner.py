@@ -1,0 +1,373 @@
+"""Plans from analyses: what they predict and cost, what they are cached by, what is refused before compiling."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fake_compiler import install, kernel, work
+from fixtures import CONFIGS
+from tinypod import cli
+from tinypod.config import load
+from tinypod.errors import ConfigError, UserError
+from tinypod.experiment import ExperimentConfig, describe_data
+from tinypod.plan import compiler as tpu_compiler
+from tinypod.plan import planner as plan
+from tinypod.plan import search, slices
+from tinypod.plan.analysis import Traffic
+from tinypod.plan.prices import read_prices
+
+SUDOKU = CONFIGS / "trm" / "sudoku_mlp.yaml"
+V4_8, V4_64 = slices.find_slice("v4-8"), slices.find_slice("v4-64")
+
+
+def sudoku(*overrides: str) -> ExperimentConfig:
+    return load(SUDOKU, ["data.path=nowhere", "batch_size=6144", *overrides], ExperimentConfig)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    return lambda **settings: install(monkeypatch, tmp_path / "cache", **settings)
+
+
+def planner(config: ExperimentConfig, **settings) -> plan.Planner:
+    from rich.console import Console
+
+    return plan.Planner(config, read_prices(None), Console(quiet=True), **settings)
+
+
+def fit(made: plan.Planner, target: slices.Slice) -> plan.Plan | None:
+    return search.find_fit(made.config, made.plan(target), lambda overrides: made.plan(target, overrides))
+
+
+def test_a_kernel_takes_what_the_compiler_says_but_no_less_than_its_roofline() -> None:
+    chip = V4_8.generation
+    estimated = kernel(runs=3, flops=1e12, cycles=10_500_000)  # 10 ms by cycles, 3.6 ms at peak speed
+    unknown = kernel(runs=2, hbm_bytes=1.2e9)  # 1 ms at full bandwidth
+    too_good = kernel(hbm_bytes=2.4e9, cycles=1)
+    made = plan.predict(work([estimated, unknown, too_good]), V4_8)
+    assert made.on_chip_s == made.step_s == pytest.approx(3 * 10e-3 + 2 * 1e-3 + 2e-3)
+    assert made.compute_s == pytest.approx(3e12 / chip.peak_bf16)
+    assert made.hbm_s == pytest.approx(4.8e9 / chip.hbm_bandwidth)
+    assert made.estimated_share == pytest.approx(32 / 34)
+    assert made.interconnect_s == 0
+    assert made.bound == "compute"
+
+
+def test_the_exchange_between_chips_is_added() -> None:
+    """A v4-64 is 2×4×4 without wrap-around: one link of 45 GB/s along each of three axes."""
+    everyone = Traffic(op="all-reduce", axes=("data",), group_size=32, runs=1, payload_bytes=1, wire_bytes=135e6)
+    some = Traffic(op="all-gather", axes=("fsdp",), group_size=4, runs=8, payload_bytes=1, wire_bytes=45e6)
+    made = plan.predict(work([kernel(flops=1.0)], (everyone, some)), V4_64)
+    assert made.interconnect_s == pytest.approx(1e-3 + 1e-3)
+    assert made.bound == "interconnect"
+    assert slices.find_slice("v4-128").reduce_bandwidth == 6 * 45e9  # 4×4×4 is a torus
+    assert slices.find_slice("v6e-8").reduce_bandwidth == 2 * 90e9
+    assert slices.find_slice("v5e-256").reduce_bandwidth == 4 * 45e9
+    assert plan.predict(work([kernel(flops=1.0)], (everyone,)), slices.find_slice("tpu7x-8")).interconnect_s is None
+
+
+def test_small_kernels_are_bound_by_latency() -> None:
+    assert plan.predict(work([kernel(runs=1000, flops=1e6, cycles=10_000)]), V4_8).bound == "latency"
+
+
+def test_a_plan_says_hours_and_dollars(compiler) -> None:
+    compiler()
+    made = planner(sudoku("steps=36000", "eval.limit=null")).plan(V4_64)
+    assert made.prediction is not None
+    step_s = made.prediction.step_s
+    assert made.rows_per_device == 192
+    assert made.train_hours == pytest.approx(10 * step_s)
+    assert made.eval_hours is None  # how many are held out is not known
+    assert any("evaluation is left out" in note for note in made.notes())
+    assert made.dollars == pytest.approx(10 * step_s * 32 * 3.22)
+    assert made.dollars_spot == pytest.approx(0.4 * made.dollars)
+    assert made.examples_per_s == pytest.approx(6144 / step_s)
+    free = planner(sudoku(), grant=True).plan(V4_64)
+    assert free.dollars == free.dollars_spot == 0
+    evaluated = planner(sudoku("steps=36000", "eval.limit=6144", "eval.every_steps=3600")).plan(V4_64)
+    # 10 times, 16 forward passes over 6 144 puzzles; one is 3 cycles of the 5 that a training step has
+    assert evaluated.eval_hours == pytest.approx(10 * 16 * 3 / 5 * step_s / 3600, rel=1e-3)
+
+
+def test_asking_again_compiles_nothing(compiler) -> None:
+    fake = compiler()
+    first = planner(sudoku()).plan(V4_64)
+    again = planner(sudoku("optimizer.learning_rate=3e-4", "seed=5", "steps=10", "log.every_steps=7")).plan(V4_64)
+    assert (first.cached, again.cached) == (False, True)
+    assert len(fake.asked) == 1
+    assert again.analysis == first.analysis
+    for other in (
+        "batch_size=3072",
+        "model.hidden_size=256",
+        "accumulation=2",
+        "mesh.fsdp=2",
+        "ema_decay=null eval.weights=live",
+    ):
+        assert not planner(sudoku(*other.split())).plan(V4_64).cached, other
+    assert not planner(sudoku("data.expected={kind: sudoku, rows: 2000}")).plan(V4_64).cached
+    assert not planner(sudoku()).plan(V4_8).cached
+    assert not planner(sudoku(), fresh=True).plan(V4_64).cached
+    compiler(row_mib=41.0)  # another version of the compiler
+    assert not planner(sudoku()).plan(V4_64).cached
+
+
+def test_a_cache_that_cannot_be_written_loses_nothing(compiler, tmp_path: Path, monkeypatch) -> None:
+    compiler()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert planner(sudoku()).plan(V4_64).fits
+
+
+def test_what_the_environment_changes_is_part_of_the_key(compiler, monkeypatch) -> None:
+    compiler()
+    planner(sudoku()).plan(V4_64)
+    monkeypatch.setenv("JAX_LOGGING_LEVEL", "INFO")
+    assert planner(sudoku()).plan(V4_64).cached
+    monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+    assert not planner(sudoku()).plan(V4_64).cached
+
+
+def test_a_damaged_cache_is_made_again(compiler) -> None:
+    fake = compiler()
+    planner(sudoku()).plan(V4_64)
+    [path] = plan.cache_folder().glob("*.json")
+    path.write_bytes(path.read_bytes()[:100])
+    assert not planner(sudoku()).plan(V4_64).cached
+    assert len(fake.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "target", "message"),
+    [
+        (["mesh.fsdp=3"], "v4-64", r"v4-64: mesh: .* fsdp=3 .* does not divide the 32 devices there are"),
+        (
+            ["mesh.data=32"],
+            "v4-32",
+            r"v4-32: mesh: .* makes 32 devices, .* counts TensorCores; it has 16 chips on 4 hosts",
+        ),
+        (["batch_size=16"], "v4-64", r"the batch is too small for v4-64: .* = 16 rows .* 32 devices"),
+        (["batch_size=6145"], "v4-64", r"on v4-64, .*6145 rows do not divide .* multiple of 32"),
+        (["batch_size=64", "accumulation=4"], "v4-64", r"too small for v4-64: batch_size / accumulation = 16 rows"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_compiling(compiler, overrides, target, message) -> None:
+    fake = compiler()
+    with pytest.raises(ConfigError, match=message):
+        planner(sudoku(*overrides)).plan(slices.find_slice(target))
+    assert not fake.asked
+
+
+def test_a_batch_that_is_too_large_is_cut(compiler) -> None:
+    """60 GiB of activations on a v4-8: two parts are 30 and leave no room for the state, three do; so does remat, which
+    is slower."""
+    fake = compiler(split_gib=1.0)
+    made = planner(sudoku())
+    assert not made.plan(V4_8).fits
+    found = fit(made, V4_8)
+    assert found is not None
+    assert found.fits
+    assert found.overrides == ("accumulation=3",)
+    assert found.rows_per_device == 512
+    assert fake.asked == [("v4-8", 1, 1, False), ("v4-8", 3, 1, False), ("v4-8", 1, 1, True)]
+    assert made.plan(V4_8, found.overrides).cached
+
+
+def test_a_state_that_is_too_large_is_split(compiler) -> None:
+    fake = compiler(split_gib=100.0, row_mib=10.0)
+    made = planner(sudoku())
+    target = slices.find_slice("v4-16")
+    found = fit(made, target)
+    assert found is not None
+    assert "mesh.fsdp=4" in found.overrides
+    assert found.analysis.mesh == {"data": 2, "fsdp": 4, "tensor": 1}
+    assert all(fsdp in (1, 4) for _, _, fsdp, _ in fake.asked)  # half of 100 GiB cannot fit either: not even tried
+    assert fake.asked[0][2] == 1
+
+
+def test_where_nothing_fits_none_is_proposed(compiler) -> None:
+    compiler(split_gib=1000.0)
+    made = planner(sudoku())
+    assert fit(made, V4_8) is None
+    fake = compiler(split_gib=1.0, row_mib=500_000.0)  # one row is too much
+    assert fit(made, V4_8) is None
+    assert fake.asked
+    fake = compiler(split_gib=1.0, fixed_gib=50.0)  # gradients, say: no cut of the batch brings them down
+    assert fit(made, V4_8) is None
+    assert len(fake.asked) <= 12  # two for each way to split the weights, with and without remat
+
+
+def test_parts_need_not_be_a_power_of_two(compiler) -> None:
+    """25 rows a device divide by 5 only."""
+    compiler(split_gib=1.0, row_mib=2000.0)
+    made = planner(sudoku("batch_size=100"))
+    found = fit(made, V4_8)
+    assert found is not None
+    assert found.overrides == ("accumulation=5",)
+
+
+def test_a_variant_that_cannot_be_compiled_is_left_out(compiler, monkeypatch, caplog) -> None:
+    fake = compiler()
+
+    def dying(config, *rest, **settings):
+        if config.model.remat:
+            raise UserError("the TPU compiler ended with code -6")
+        return fake(config, *rest, **settings)
+
+    monkeypatch.setattr(tpu_compiler, "compile_for", dying)
+    found = fit(planner(sudoku()), V4_8)
+    assert found is not None
+    assert found.overrides == ("accumulation=3",)
+    assert "model.remat=true was left out: the TPU compiler ended" in caplog.text
+
+
+def test_the_cheapest_within_a_time_and_the_fastest_for_a_sum(compiler) -> None:
+    """With a time that no number of chips takes away, scaling flatters large slices; the first three are sure."""
+    fake = compiler(row_mib=1.0, latency_s=0.05)
+    made = planner(sudoku("steps=36000"))
+    in_time = search.rank(made, None, max_hours=5.0, max_dollars=None, spot=False).entries
+    assert in_time
+    assert all(entry.hours <= 5 for entry in in_time)
+    costs = [entry.dollars for entry in in_time if entry.dollars is not None]
+    assert costs == sorted(costs)
+    for_a_sum = search.rank(made, None, max_hours=None, max_dollars=2000.0, spot=True).entries
+    assert all(entry.dollars_spot is not None and entry.dollars_spot <= 2000 for entry in for_a_sum)
+    assert [entry.hours for entry in for_a_sum] == sorted(entry.hours for entry in for_a_sum)
+    for entries in (in_time, for_a_sum):
+        assert all(entry.plan is not None for entry in entries[: search.CONFIRMED])
+        assert any(entry.scaled_from for entry in entries)
+    considered = [target for target in slices.all_slices() if target.devices <= search.MAX_DEVICES]
+    assert len({name for name, *_ in fake.asked}) < len(considered)
+    nothing = search.rank(made, None, max_hours=0.001, max_dollars=None, spot=False)
+    assert nothing.entries == []
+    assert any("v4-8: takes" in reason for reason in nothing.left_out)
+
+
+def test_a_ranking_says_why_a_slice_is_left_out(compiler) -> None:
+    compiler(split_gib=70.0)
+    made = planner(sudoku())
+    targets = [slices.find_slice(name) for name in ("v4-8", "v5e-1", "tpu7x-8", "v5p-8")]
+    ranked = search.rank(made, targets, max_hours=None, max_dollars=1e9, spot=False)
+    assert {entry.slice.name for entry in ranked.entries} == {"v4-8", "v5p-8"}
+    assert all(entry.plan is not None for entry in ranked.entries)  # slices that were named are compiled
+    assert "v5e-1: does not fit, nor does any variant that was tried" in ranked.left_out
+    assert "tpu7x-8: its price is not known" in ranked.left_out
+
+
+def test_a_slice_that_cannot_have_the_mesh_does_not_end_a_ranking(compiler, monkeypatch) -> None:
+    fake = compiler(row_mib=1.0)
+
+    def picky(config, data, target, **settings):
+        if target.generation.name == "v5e":
+            raise ConfigError("mesh.fsdp=8 does not divide dimension 1")
+        return fake(config, data, target, **settings)
+
+    monkeypatch.setattr(tpu_compiler, "compile_for", picky)
+    ranked = search.rank(planner(sudoku()), None, max_hours=1000.0, max_dollars=None, spot=False)
+    assert {entry.slice.generation.name for entry in ranked.entries} == {"v4", "v5p", "v6e", "tpu7x"}
+    with pytest.raises(ConfigError, match="does not divide dimension"):
+        search.rank(planner(sudoku()), [slices.find_slice("v5e-8")], max_hours=1.0, max_dollars=None, spot=False)
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(cli.app, ["plan", str(SUDOKU), "data.path=nowhere", *arguments], env={"COLUMNS": "170"})
+
+
+def test_the_command_prints_a_row_for_each_slice(compiler) -> None:
+    compiler()
+    done = run("--slice", "v4-64", "--slice", "v4-8", "batch_size=6144")
+    assert done.exit_code == 0, done.output
+    assert "30.75" in done.stdout
+    narrow = CliRunner().invoke(
+        cli.app,
+        ["plan", str(SUDOKU), "data.path=nowhere", "batch_size=6144", "--slice", "V4-64"],
+        env={"COLUMNS": "80"},
+    )
+    assert "…" not in narrow.stdout
+    assert "v4-8: needs 61.00 GiB of 30.75 a device, 30.25 too much; fits with accumulation=3" in done.stdout
+    assert "does not fit" in done.stdout
+    assert "list prices for US regions, 2026-11-16" in done.stdout
+    answer = json.loads(run("--slice", "v4-64", "--slice", "v4-8", "batch_size=6144", "--json").stdout)
+    large, small = answer["plans"]
+    assert (large["fits"], small["fits"], small["proposal"]["fits"]) == (True, False, True)
+    assert large["proposal"] is None
+    assert small["proposal"]["overrides"] == ["accumulation=3"]
+    assert answer["prices"]["date"] == "2026-11-16"
+    assert large["dollars"] > 0
+    unsearched = json.loads(run("--slice", "v4-8", "batch_size=6144", "--json", "--no-search").stdout)
+    assert unsearched["plans"][0]["proposal"] is None
+
+
+def test_own_prices(compiler, tmp_path: Path) -> None:
+    compiler()
+    table = tmp_path / "prices.yaml"
+    table.write_text("{date: '2030-01-01', source: mine, on_demand: {v4: 1.0}, spot: {v4: 0.25}}")
+    [made] = json.loads(run("--slice", "v4-64", "--json", "--prices", str(table)).stdout)["plans"]
+    assert made["dollars"] == pytest.approx(32 * made["hours"])
+    assert made["dollars_spot"] == pytest.approx(8 * made["hours"])
+    [unknown] = json.loads(run("--slice", "v5e-8", "--json", "--prices", str(table)).stdout)["plans"]
+    assert unknown["dollars"] is None
+    table.write_text("{date: '2030-01-01', source: mine, on_demand: {v44: 1.0}}")
+    with pytest.raises(UserError, match="no TPU generation v44"):
+        raise run("--slice", "v4-64", "--prices", str(table)).exception
+    table.write_text("{date: '2030-01-01', source: mine, on_demand: {v4: -1.0}}")
+    with pytest.raises(UserError, match=r"on_demand\.v4"):
+        raise run("--slice", "v4-64", "--prices", str(table)).exception
+    with pytest.raises(UserError, match=r"no file .*nowhere"):
+        raise run("--slice", "v4-64", "--prices", "nowhere").exception
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "say for which hardware"),
+        (["--slice", "v4-33"], "no such TPU slice; v4 comes as"),
+        (["--slice", "v4-64", "--measure"], "--measure .* needs --slice local"),
+        (["--slice", "local", "--budget", "3h"], "--slice local stands alone"),
+        (["--budget", "soon"], "--budget soon: expected a time like 24h"),
+        (["--budget", "0h"], "--budget 0h"),
+        (["--slice", "v4-64", "batch_size=100"], "on v4-64, .*100 rows do not divide"),
+        (["--slice", "v4-64", "bach_size=100"], "bach_size"),
+        (["--slice", "v4-64", "data.expected=null"], r"no dataset at .*data\.expected="),
+    ],
+)
+def test_errors_of_the_command(compiler, arguments: list[str], message: str) -> None:
+    compiler()
+    with pytest.raises(UserError, match=message):
+        raise run(*arguments).exception
+
+
+def test_the_ranking_is_printed(compiler) -> None:
+    compiler(row_mib=1.0)
+    done = run("--budget", "2d", "batch_size=6144")
+    assert done.exit_code == 0, done.output
+    assert "Slices within the budget" in done.stdout
+    assert "scaled from v4-8" in done.stdout
+    answer = json.loads(run("--dollars", "5000", "batch_size=6144", "--json").stdout)
+    assert answer["slices"][0]["hours"] <= answer["slices"][-1]["hours"]
+    nothing = run("--dollars", "0.01", "batch_size=6144")
+    assert "No slice keeps within this budget" in nothing.stdout
+    assert ": costs $" in nothing.stdout
+
+
+def test_without_the_compiler_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    monkeypatch.setattr(tpu_compiler, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"install the extra `plan`, pip install 'tinypod\[plan\]'"):
+        raise run("--slice", "v4-64").exception
+    monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "no.so"))
+    with pytest.raises(UserError, match=r"no\.so"):
+        raise run("--slice", "v4-64").exception
+
+
+def test_a_dataset_that_is_there_wins_over_the_expected_one(tmp_path: Path) -> None:
+    from fixtures import write_4x4
+
+    folder = write_4x4(tmp_path / "data")
+    assert describe_data(sudoku(f"data.path={folder}")).info.seq_len == 16
+    assert describe_data(sudoku()).info.seq_len == 81
+    assert describe_data(sudoku("data.expected={kind: sudoku, box: [2, 3]}")).info.vocab_size == 8
+    plain = describe_data(sudoku("data.expected={kind: plain, seq_len: 900, vocab_size: 12, num_identifiers: 7}")).info
+    assert (plain.seq_len, plain.num_identifiers, plain.box) == (900, 7, None)

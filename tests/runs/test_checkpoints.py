@@ -1,0 +1,482 @@
+"""What is saved comes back to the bit; what is damaged or foreign is refused, named, and left alone."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import gcs
+from fixtures import TESTS, tiny_config, write_4x4
+from tinypod import experiment
+from tinypod.errors import CheckpointError, StorageError
+from tinypod.runs.checkpoints import MARKER, SET_ASIDE, Checkpoints
+from tinypod.runs.checksums import checksums, flatten
+from tinypod.step import TrainState
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> experiment.Experiment:
+    data = write_4x4(tmp_path_factory.mktemp("checkpoint") / "data")
+    return experiment.build(tiny_config(data), jax.devices()[:2])
+
+
+@pytest.fixture(scope="module")
+def state(built: experiment.Experiment) -> TrainState:
+    state, _ = built.train_step(built.init(), built.put_source(built.read_split("train")))
+    return state
+
+
+def at(state: TrainState, step: int) -> TrainState:
+    return state._replace(step=jax.device_put(np.int32(step), state.step.sharding))
+
+
+def saved(folder: Path | str, state: TrainState, steps: dict[int, float | None], **options) -> Checkpoints:
+    checkpoints = Checkpoints(folder, **({"keep_last": 9, "best_metric": "eval/x"} | options))
+    for step, metric in steps.items():
+        checkpoints.save(at(state, step), {"a": step}, None if metric is None else {"eval/x": metric})
+    checkpoints.wait()
+    return checkpoints
+
+
+def tree_of(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_a_state_comes_back_to_the_bit_with_its_shardings(built, state, tmp_path: Path) -> None:
+    saved(tmp_path / "c", state, {3: None}).close()
+    again = Checkpoints(tmp_path / "c", read_only=True)
+    restored = again.restore(3, built.abstract_state)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    for (name, new), old in zip(flatten(restored).items(), jax.tree.leaves(at(state, 3)), strict=True):
+        assert new.dtype == old.dtype, name
+        assert np.array_equal(new, old), name
+        assert new.sharding.is_equivalent_to(old.sharding, new.ndim), name
+    assert again.info(3)["a"] == 3
+
+
+def test_the_last_and_the_best_are_kept(state, tmp_path: Path) -> None:
+    metrics = {1: 0.1, 2: 0.9, 3: 0.3, 4: None, 5: 0.9, 6: 0.2, 7: None, 8: None}
+    checkpoints = saved(tmp_path / "c", state, metrics, keep_last=2)
+    assert checkpoints.steps() == [5, 7, 8]
+    assert checkpoints.best() == (5, 0.9)
+    checkpoints.close()
+    again = Checkpoints(tmp_path / "c", keep_last=2, best_metric="eval/x")  # a new start knows it, too
+    assert again.best() == (5, 0.9)
+    again.save(at(state, 9), {})
+    again.wait()
+    assert again.steps() == [5, 8, 9]
+    lowest = saved(tmp_path / "d", state, {1: 3.0, 2: 1.0, 3: 2.0, 4: 4.0}, keep_last=1, best_mode="min")
+    assert lowest.steps() == [2, 4]
+    assert lowest.best() == (2, 1.0)
+
+
+def state_files(folder: Path) -> list[Path]:
+    return sorted((p for p in (folder / "state").rglob("*") if p.is_file()), key=lambda p: -p.stat().st_size)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "gone", "metadata", "info", "empty"])
+def test_a_damaged_checkpoint_is_refused_and_left_alone(built, state, tmp_path: Path, damage: str) -> None:
+    saved(tmp_path / "c", state, {3: None, 6: None}).close()
+    folder = tmp_path / "c" / "6"
+    victim = state_files(folder)[0]
+    content = victim.read_bytes()
+    if damage == "cut":
+        victim.write_bytes(content[: len(content) // 2])
+    elif damage == "flip":
+        middle = len(content) // 2
+        victim.write_bytes(content[:middle] + bytes([content[middle] ^ 16]) + content[middle + 1 :])
+    elif damage == "gone":
+        victim.unlink()
+    elif damage == "metadata":
+        (folder / "state" / "_METADATA").write_text("{")
+    elif damage == "info":
+        shutil.rmtree(folder / "info")
+    else:
+        shutil.rmtree(folder)
+        folder.mkdir()
+    before = tree_of(tmp_path / "c")
+    checkpoints = Checkpoints(tmp_path / "c", keep_last=9)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.restore(6, built.abstract_state)
+    message = str(caught.value)
+    assert f"{folder} is damaged" in message
+    assert "--from-step 3" in message
+    assert tree_of(tmp_path / "c") == before
+    assert int(checkpoints.restore(3, built.abstract_state).step) == 3
+
+
+def test_the_first_of_all_has_none_before_it(built, state, tmp_path: Path) -> None:
+    saved(tmp_path / "c", state, {6: None}).close()
+    state_files(tmp_path / "c" / "6")[0].write_bytes(b"")
+    with pytest.raises(CheckpointError, match="there is none before it"):
+        Checkpoints(tmp_path / "c").restore(6, built.abstract_state)
+
+
+def test_another_model_is_refused_with_what_differs(built, state, tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path / "c", state, {3: None})
+    data = built.config.data.path
+    wider = experiment.build(tiny_config(Path(data), "model.hidden_size=32"), jax.devices()[:2])
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.restore(3, wider.abstract_state)
+    assert "params.head: float32[16, 6] in the checkpoint, float32[32, 6] in this config" in str(caught.value)
+    no_table = experiment.build(tiny_config(Path(data), "model.puzzle_embedding={kind: none}"), jax.devices()[:2])
+    with pytest.raises(CheckpointError, match=r"params.puzzle_table: float32\[1, 8\] in the checkpoint, absent in"):
+        checkpoints.restore(3, no_table.abstract_state)
+    assert checkpoints.steps() == [3]
+
+
+def test_newer_checkpoints_are_set_aside_not_deleted(built, state, tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path / "c", state, {3: None, 6: None, 9: None})
+    nine = tree_of(tmp_path / "c" / "9")
+    moved = checkpoints.set_aside_after(3)
+    assert [p.name for p in moved] == ["6", "9"]
+    assert checkpoints.steps() == [3]
+    assert tree_of(tmp_path / SET_ASIDE / "9") == nine
+    checkpoints.save(at(state, 6), {})
+    checkpoints.wait()
+    assert [p.name for p in checkpoints.set_aside_after(3)] == ["6.1"]
+    with pytest.raises(CheckpointError, match="no checkpoint of step 4; there are: 3"):
+        checkpoints.set_aside_after(4)
+
+
+def made_up(step: int, specs: dict[str, PartitionSpec] | None = None, mesh: Mesh | None = None) -> TrainState:
+    """A small state whose contents follow from its step."""
+    random = np.random.default_rng(step)
+    arrays = {
+        "w": random.normal(size=(8, 6)).astype(np.float32),
+        "ids": random.integers(0, 9, (4, 8, 2)).astype(np.uint8),
+        "half": random.normal(size=5).astype(jax.numpy.bfloat16),
+    }
+    mesh = mesh or Mesh(np.array(jax.devices()[:1]), ("x",))
+
+    def put(name: str, x: np.ndarray) -> jax.Array:
+        sharding = NamedSharding(mesh, (specs or {}).get(name, PartitionSpec()))
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+    params = {name: put(name, x) for name, x in arrays.items()}
+    flag, number = put("flag", np.array([True, False])), put("step", np.asarray(step, np.int32))
+    return TrainState(number, params, {"flag": flag}, {}, {})
+
+
+def abstract(state: TrainState) -> TrainState:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def assert_same(restored: TrainState, expected: TrainState) -> None:
+    for (name, new), old in zip(flatten(restored).items(), jax.tree.leaves(expected), strict=True):
+        assert new.dtype == old.dtype, name
+        assert np.asarray(new).tobytes() == np.asarray(old).tobytes(), name
+        assert new.sharding.is_equivalent_to(old.sharding, new.ndim), name
+
+
+def save_and_wait(checkpoints: Checkpoints, step: int) -> None:
+    checkpoints.save(made_up(step), {"a": step})
+    checkpoints.wait()
+
+
+numbers = count()
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[gcs.Store]:
+    monkeypatch.setenv("TINYPOD_STORAGE_RETRY_S", "5")
+    yield gcs.shared()
+    gcs.shared().recover()
+
+
+@pytest.fixture
+def url(store: gcs.Store) -> str:
+    return f"gs://tinypod-test/run{next(numbers)}/checkpoints"
+
+
+def test_a_checksum_is_the_same_on_any_mesh_and_sees_every_change() -> None:
+    devices = np.array(jax.devices())
+    specs = {"w": PartitionSpec("a"), "ids": PartitionSpec("b", "a")}
+    whole = np.asarray(checksums(flatten(made_up(1))))
+    split = checksums(flatten(made_up(1, specs, Mesh(devices.reshape(4, 2), ("a", "b")))))
+    assert np.array_equal(whole, split)
+    assert split.sharding.is_fully_replicated
+    flat = flatten(made_up(1))
+    swapped = flat | {"params.w": flat["params.w"][::-1]}
+    assert (np.asarray(checksums(swapped)) != whole).sum() == 1
+
+
+def test_in_a_store_a_checkpoint_becomes_visible_with_its_marker_and_comes_back_to_the_bit(store, url: str) -> None:
+    checkpoints = Checkpoints(url, keep_last=1, best_metric="eval/x")
+    for step, metric in {3: 0.9, 6: 0.1, 9: None}.items():
+        checkpoints.save(made_up(step), {"a": step}, None if metric is None else {"eval/x": metric})
+    checkpoints.close()
+    assert store.order(f"{url}/9")[-1] == MARKER
+    again = Checkpoints(url, best_metric="eval/x", read_only=True)
+    assert again.steps() == [3, 9]
+    assert {name.split("/")[0] for name in store.files(url)} == {"3", "9"}
+    assert (again.best(), again.latest(), again.info(9)["a"]) == ((3, 0.9), 9, 9)
+    assert again.incomplete() == []
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+    elsewhere = made_up(9, {"w": PartitionSpec("a", "b"), "ids": PartitionSpec(None, "b")}, mesh)
+    assert_same(again.restore(9, abstract(elsewhere)), elsewhere)
+
+
+def test_in_a_store_damage_and_another_model_are_refused_and_left_alone(store, url: str) -> None:
+    checkpoints = Checkpoints(url)
+    save_and_wait(checkpoints, 3)
+    save_and_wait(checkpoints, 6)
+    other = made_up(6)._replace(params={"w": made_up(6).params["w"]})
+    with pytest.raises(CheckpointError, match=r"params.half: bfloat16\[5\] in the checkpoint, absent in this config"):
+        checkpoints.restore(6, abstract(other))
+    for name, content in store.files(f"{url}/6/state").items():
+        if "d/" in name:
+            middle = len(content) // 2
+            store.put(f"{url}/6/state/{name}", content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    before = store.files(url)
+    with pytest.raises(CheckpointError, match=f"{url}/6 is damaged: .*\n.*--from-step 3"):
+        Checkpoints(url).restore(6, abstract(made_up(6)))
+    assert store.files(url) == before
+    assert_same(Checkpoints(url).restore(3, abstract(made_up(3))), made_up(3))
+    assert [str(path) for path in checkpoints.set_aside_after(3)] == [f"{url.replace('checkpoints', SET_ASIDE)}/6"]
+    assert checkpoints.steps() == [3]
+    assert store.order(f"{url.replace('checkpoints', SET_ASIDE)}/6")[-1] == MARKER
+
+
+def test_a_checkpoint_copied_without_its_marker_is_reported_and_kept(store, url: str) -> None:
+    save_and_wait(Checkpoints(url), 3)
+    for name, content in store.files(f"{url}/3").items():
+        if name != MARKER:
+            store.put(f"{url}/7/{name}", content)
+    copied = store.files(f"{url}/7")
+    checkpoints = Checkpoints(url, keep_last=1)
+    assert checkpoints.steps() == [3]
+    (found,) = checkpoints.incomplete()
+    assert found.path == f"{url}/7"
+    assert MARKER in found.why
+    save_and_wait(checkpoints, 5)
+    assert store.files(f"{url}/7") == copied
+    save_and_wait(checkpoints, 7)
+    assert store.files(f"{url.replace('checkpoints', SET_ASIDE)}/7") == copied
+    assert (checkpoints.steps(), checkpoints.incomplete()) == ([7], [])
+    assert_same(checkpoints.restore(7, abstract(made_up(7))), made_up(7))
+
+
+def test_a_store_that_refuses_for_a_while_is_asked_again(store, url: str) -> None:
+    checkpoints = Checkpoints(url)
+    refused = store.refused
+    store.fail_for(0.8)
+    save_and_wait(checkpoints, 3)
+    store.fail_for(0.8)
+    assert_same(checkpoints.restore(3, abstract(made_up(3))), made_up(3))
+    assert store.refused >= refused + 4
+
+
+def test_a_store_that_stays_down_is_named_and_the_next_save_succeeds(store, url: str, monkeypatch) -> None:
+    monkeypatch.setenv("TINYPOD_STORAGE_RETRY_S", "1")
+    checkpoints = Checkpoints(url)
+    save_and_wait(checkpoints, 3)
+    store.fail_after(40)  # in the middle of the save
+    with pytest.raises(StorageError, match=f"{url}: saving a checkpoint failed: .*the latest complete one is step 3"):
+        save_and_wait(checkpoints, 6)
+    with pytest.raises(StorageError, match=url):
+        checkpoints.restore(3, abstract(made_up(3)))
+    with pytest.raises(StorageError, match=url):
+        Checkpoints(url)
+    store.recover()
+    assert [name for name in store.files(f"{url}/6") if name == "_CHECKPOINT_METADATA"]  # half of it is there
+    assert Checkpoints(url, read_only=True).steps() == [3]
+    assert [found.path for found in Checkpoints(url, read_only=True).incomplete()] == [f"{url}/6"]
+    save_and_wait(checkpoints, 9)
+    assert (checkpoints.steps(), checkpoints.incomplete(), store.files(f"{url}/6")) == ([3, 9], [], {})
+    assert_same(checkpoints.restore(9, abstract(made_up(9))), made_up(9))
+
+
+def test_a_save_that_was_killed_is_reported_to_readers_and_removed_by_the_next_writer(tmp_path: Path) -> None:
+    save_and_wait(Checkpoints(tmp_path / "c"), 3)
+    script = """if True:
+        import os, sys
+        sys.path.insert(0, sys.argv[2])
+        from orbax.checkpoint._src.path import atomicity
+        from test_checkpoint import Checkpoints, save_and_wait
+        atomicity.AtomicRenameTemporaryPath.finalize = lambda *_: os.kill(os.getpid(), 9)
+        save_and_wait(Checkpoints(sys.argv[1]), 6)
+    """
+    ended = subprocess.run([sys.executable, "-c", script, tmp_path / "c", TESTS])
+    assert ended.returncode == -signal.SIGKILL
+    reader = Checkpoints(tmp_path / "c", read_only=True)
+    assert reader.steps() == [3]
+    (found,) = reader.incomplete()
+    assert "cut off" in str(found)
+    assert Path(found.path).is_dir()
+    assert Checkpoints(tmp_path / "c").incomplete() == []
+    assert not Path(found.path).exists()
+
+
+def test_a_checkpoint_of_each_so_many_hours_is_kept(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "c", keep_last=9)
+    for step in range(1, 7):
+        save_and_wait(checkpoints, step)
+    checkpoints.close()
+    for step in range(1, 7):  # as if they were half an hour apart
+        notes = tmp_path / "c" / str(step) / "_CHECKPOINT_METADATA"
+        content = json.loads(notes.read_text())
+        earlier = round((7 - step) * 1800e9)
+        notes.write_text(json.dumps(content | {"commit_timestamp_nsecs": content["commit_timestamp_nsecs"] - earlier}))
+    again = Checkpoints(tmp_path / "c", keep_last=1, keep_every_hours=0.95)
+    save_and_wait(again, 7)
+    assert again.steps() == [1, 3, 5, 7]
+    again.close()
+    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["1", "3", "5", "7"]
+
+
+FULL_DISK = """if True:
+    import resource, sys
+    sys.path.insert(0, sys.argv[2])
+    from test_checkpoint import *
+    folder = Path(sys.argv[1])
+    filler = folder / "filler"
+
+    def fill():
+        if sys.argv[3] == "limit":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (900, resource.RLIM_INFINITY))
+        else:
+            size = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+            filler.write_bytes(bytes(size - int(sys.argv[4])))
+
+    def free():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        filler.unlink(missing_ok=True)
+
+    checkpoints = Checkpoints(folder / "c", keep_last=1)
+    save_and_wait(checkpoints, 3)
+    before = tree_of(folder / "c" / "3")
+    for step in (6, 7):
+        fill()
+        try:
+            save_and_wait(checkpoints, step)
+        except StorageError as error:
+            print(error)
+        else:
+            raise AssertionError("that should not have fitted")
+        assert checkpoints.steps() == [3]
+        free()
+    assert tree_of(folder / "c" / "3") == before
+    assert_same(checkpoints.restore(3, abstract(made_up(3))), made_up(3))
+    save_and_wait(checkpoints, 9)
+    assert checkpoints.steps() == [9]
+    assert_same(checkpoints.restore(9, abstract(made_up(9))), made_up(9))
+    checkpoints.close()
+    assert [path.name for path in (folder / "c").iterdir()] == ["9"]
+"""
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "limit"])
+def test_a_full_disk_is_told_and_forgotten_once_there_is_room(kind: str, tmp_path: Path) -> None:
+    """On a real file system that is full, and at the limit of a file's size."""
+    command = [sys.executable, "-c", FULL_DISK, tmp_path, TESTS, kind, "8192"]
+    expected = "Error writing"
+    if kind == "tmpfs":
+        mount = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
+        inside = f"mount -t tmpfs -o size=1500k tmpfs {tmp_path} && "
+        if shutil.which("unshare") is None or subprocess.run([*mount, inside + "true"], capture_output=True).returncode:
+            pytest.skip("mounting a file system is not allowed here")
+        command, expected = [*mount, inside + 'exec "$@"', "sh", *command], "no space left on the device"
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("saving a checkpoint failed") == 2
+    assert expected in ended.stdout
+    assert "the latest complete one is step 3" in ended.stdout
+    assert "Traceback" not in ended.stderr
+
+
+CLUSTER = """if True:
+    import sys
+    import jax
+    tests, index, port, folder, server = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5]
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.distributed.initialize("127.0.0.1:" + port, 2, index, initialization_timeout=60, shutdown_timeout_seconds=10)
+    sys.path.insert(0, tests)
+    from test_checkpoint import *
+    from jax.experimental.multihost_utils import sync_global_devices
+
+    P = PartitionSpec
+    fsdp = Mesh(np.array(jax.devices()), ("fsdp",)), {"w": P("fsdp"), "ids": P(None, "fsdp")}
+    grid = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b")), {"w": P("a", "b"), "ids": P("b")}
+    checkpoints = Checkpoints(folder, keep_last=2, best_metric="eval/x", timeout_s=30)
+    for step in (1, 2, 3, 4):
+        checkpoints.save(made_up(step, fsdp[1], fsdp[0]), {"a": step}, {"eval/x": 0.5})
+    checkpoints.wait()
+    assert checkpoints.steps() == [3, 4]
+    wanted = made_up(4, grid[1], grid[0])
+    restored = checkpoints.restore(4, abstract(wanted))
+    for new, old in zip(jax.tree.leaves(restored), jax.tree.leaves(wanted), strict=True):
+        assert new.sharding == old.sharding
+        for a, b in zip(new.addressable_shards, old.addressable_shards, strict=True):
+            assert np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
+    assert checkpoints.info(4)["a"] == 4
+    checkpoints.set_aside_after(3)
+    assert checkpoints.steps() == [3]
+    if folder.startswith("gs://"):
+        sync_global_devices("both have set it aside")
+        if index == 0:
+            gcs.fail_for(server, 1000)
+        sync_global_devices("the store is down")
+        try:
+            checkpoints.save(made_up(5, fsdp[1], fsdp[0]), {})
+            checkpoints.wait()
+            raise AssertionError("that should have failed")
+        except StorageError as error:
+            assert folder in str(error)
+        sync_global_devices("both have seen it")
+        if index == 0:
+            gcs.fail_for(server, 0)
+        sync_global_devices("the store is up")
+    checkpoints.save(made_up(6, grid[1], grid[0]), {"a": 6})
+    checkpoints.close()
+    jax.distributed.shutdown()
+"""
+
+
+@pytest.mark.parametrize("where", ["local", "store"])
+def test_processes_save_their_shards_and_one_process_restores_them(where: str, store, url: str, tmp_path: Path) -> None:
+    folder = url if where == "store" else str(tmp_path / "run" / "checkpoints")
+    environment = os.environ | {"XLA_FLAGS": "", "TINYPOD_STORAGE_RETRY_S": "2"}
+    program = [sys.executable, "-c", CLUSTER, str(TESTS)]
+    port = str(free_port())
+    processes = [
+        subprocess.Popen(
+            [*program, str(index), port, folder, store.url], env=environment, stderr=subprocess.PIPE, text=True
+        )
+        for index in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=90)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    checkpoints = Checkpoints(folder, best_metric="eval/x")
+    assert checkpoints.steps() == [3, 6]
+    assert checkpoints.best() == (3, 0.5)
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    for step in (3, 6):
+        wanted = made_up(step, {"w": PartitionSpec("x"), "ids": PartitionSpec(None, "x")}, mesh)
+        assert_same(checkpoints.restore(step, abstract(wanted)), wanted)
+    written = store.files(f"{url}/3") if where == "store" else tree_of(Path(folder) / "3")
+    assert {name.split("/")[1] for name in written if name.startswith("state/ocdbt.process_")} == {
+        "ocdbt.process_0",
+        "ocdbt.process_1",
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
