@@ -5,6 +5,9 @@ import tempfile
 
 from hypothesis import settings
 
+# The second task: one module, known to this process and to the commands that tests start.
+os.environ["TINYPOD_TASKS"] = "toy_task"
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"

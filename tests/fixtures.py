@@ -6,7 +6,8 @@ import numpy as np
 
 from tinypod.config import load
 from tinypod.data import puzzles
-from tinypod.experiment import ExperimentConfig
+from tinypod.experiment import Experiment, ExperimentConfig
+from tinypod.step import TrainState
 
 TESTS = Path(__file__).parent
 PROGRAMS = TESTS / "programs"
@@ -77,6 +78,22 @@ TINY = (
     "log.every_steps=2",
     "log.tensorboard=false",
 )
+
+
+class Steps:
+    """The step of an experiment as the loop calls it, with its feed and settings: `state, sums = steps(state)`."""
+
+    def __init__(self, built: Experiment) -> None:
+        self.built, self.feed, self.settings = built, built.task.open_feed(built.mesh), built.put_settings()
+
+    def __call__(self, state: TrainState, number: int | None = None) -> tuple[TrainState, dict]:
+        number = int(state.step) if number is None else number
+        return self.built.train_step(state, self.settings, self.built.put(np.int32(number)), self.feed(number))
+
+
+def read_split(built: Experiment, name: str) -> puzzles.Split:
+    folder = Path(built.config.data.path)
+    return puzzles.read_split(folder, puzzles.read_info(folder), name)
 
 
 def tiny_config(data: Path, *overrides: str) -> ExperimentConfig:

@@ -1,40 +1,36 @@
 """Batches whose loss is NaN, for real: inside the compiled step, chosen by their numbers."""
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from tinypod import experiment
-from tinypod.tasks.task import Task
+from tinypod import tasks
+from tinypod.tasks.task import Task, TaskKind
 
 
-def poisoned(build_task: Callable[..., Task], seed: int, numbers: Collection[int]) -> Callable[..., Task]:
-    """`build_task`, with tasks whose batches of these numbers hold a NaN."""
-    keys = jnp.stack(
-        [jax.random.key_data(jax.random.fold_in(jax.random.key(seed), number + 1)) for number in sorted(numbers)]
-    )
+def poisoned(kind: TaskKind, numbers: Collection[int]) -> TaskKind:
+    """The kind, with tasks whose batches of these numbers hold a NaN."""
 
-    def build(*args: Any, **kwargs: Any) -> Task:
-        task = build_task(*args, **kwargs)
+    def build(*args: Any) -> Task:
+        task = kind.build(*args)
 
-        def draw(source: Any, key: Any) -> Any:
-            batch = task.draw(source, key)
-            bad = jnp.any(jnp.all(keys == jax.random.key_data(key)[None], axis=-1))
+        def draw(feed: Any, draw: Any, varied: Any) -> Any:
+            batch = task.draw(feed, draw, varied)
+            bad = jnp.isin(draw.number, jnp.asarray(sorted(numbers), jnp.int32))
             return batch | {"poison": jnp.where(bad, jnp.nan, jnp.zeros(batch["min_steps"].shape))}
 
-        def loss(params: Any, rows: Any, carry: Any, batch: Any) -> Any:
-            total, (carry, sums) = task.loss(params, rows, carry, batch)
+        def loss(params: Any, rows: Any, carry: Any, batch: Any, varied: Any) -> Any:
+            total, (carry, sums) = task.loss(params, rows, carry, batch, varied)
             total = total + jnp.sum(batch["poison"])
             return total, (carry, sums | {"loss": total})
 
         return dataclasses.replace(task, draw=draw, loss=loss)
 
-    return build
+    return kind._replace(build=build)
 
 
-def poison(numbers: Collection[int], seed: int = 0) -> None:
+def poison(numbers: Collection[int]) -> None:
     """From now on, in this process."""
-    experiment.build_task = poisoned(experiment.build_task, seed, numbers)
+    tasks.KINDS["puzzle"] = poisoned(tasks.KINDS["puzzle"], numbers)

@@ -15,9 +15,7 @@ SHIPPED = sorted(p for p in CONFIGS.rglob("*.yaml") if p.name != "base.yaml")
 
 def nine_by_nine(folder: Path) -> Path:
     """The description alone: lowering reads no puzzles."""
-    info = puzzles.DatasetInfo(
-        kind="sudoku", seq_len=81, vocab_size=11, num_identifiers=1, box=[3, 3], sources=["x"], origin="test"
-    )
+    info = puzzles.ExpectedSudoku().info("train")
     folder.mkdir()
     (folder / "dataset.json").write_text(info.model_dump_json())
     return folder
@@ -29,10 +27,8 @@ def test_it_lowers(path: Path, devices: int, tmp_path: Path) -> None:
     config = load(path, [f"data.path={nine_by_nine(tmp_path / 'data')}"], ExperimentConfig)
     experiment = build(config, jax.devices()[:devices])
     experiment.check_batch()
-    rows = {"inputs": ((1000, 81), "uint8"), "labels": ((1000, 81), "uint8"), "identifiers": ((1000,), "int32")}
-    source = {name: jax.ShapeDtypeStruct(*shape) for name, shape in rows.items()}
     with jax.numpy_dtype_promotion("standard"):  # JAX's own attention promotes
-        text = experiment.train_step.lower(experiment.abstract_state, source).as_text()
+        text = experiment.train_step.lower(*experiment.abstract_inputs).as_text()
     assert "f64" not in text
     assert "callback" not in text
     assert text.count("tf.aliasing_output") + text.count("jax.buffer_donor") == len(

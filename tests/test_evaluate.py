@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fixtures import info_4x4, split_4x4, tiny_config
+from fixtures import info_4x4, read_split, split_4x4, tiny_config
 from tinypod import experiment
 from tinypod.data import puzzles
-from tinypod.evaluate import Evaluator, refine
+from tinypod.evaluate import Evaluator
 from tinypod.models import trm
-from tinypod.tasks import puzzle
+from tinypod.solve.refine import refine
+from tinypod.tasks import puzzle_scores
 
 
 def build(folder: Path, rows: int, num_sources: int, devices: int) -> experiment.Experiment:
@@ -26,6 +27,12 @@ def knowing(built: experiment.Experiment) -> trm.Params:
     return jax.device_put(params | {"q_head": q_head}, built.state_shardings.params)
 
 
+def evaluator(built: experiment.Experiment, split: puzzles.Split, batch: int, steps: int = 3, limit=None) -> Evaluator:
+    sources = [f"source{i}" for i in range(int(split.sources.max()) + 1)]
+    pass_over = puzzle_scores.evaluation(built.config.model, split, sources, steps, None)
+    return Evaluator(pass_over, built.mesh, batch, limit)
+
+
 def by_hand(built: experiment.Experiment, params: trm.Params, split: puzzles.Split, steps: int) -> list[dict]:
     """Row by row, batch of one, step by step in Python."""
     model, rows = built.config.model, []
@@ -34,7 +41,7 @@ def by_hand(built: experiment.Experiment, params: trm.Params, split: puzzles.Spl
         tokens = jnp.asarray(split.inputs[i : i + 1], jnp.int32)
         z, stopped = trm.initial_z(model, params, 1, tokens.shape[1]), None
         for step in range(1, steps + 1):
-            z, logits, q = apply(model, params, z, tokens, params[puzzle.TABLE][:1])
+            z, logits, q = apply(model, params, z, tokens, params[puzzle_scores.TABLE][:1])
             if stopped is None and q[0, 0] > 0:
                 stopped = step
         right = (np.asarray(jnp.argmax(logits[0], -1)) == split.labels[i])[split.labels[i] > 0]
@@ -46,11 +53,11 @@ def by_hand(built: experiment.Experiment, params: trm.Params, split: puzzles.Spl
 @pytest.mark.parametrize(("rows", "batch", "devices"), [(21, 8, 1), (21, 8, 4), (7, 16, 1), (16, 8, 2), (9, 3, 2)])
 def test_every_puzzle_counts_once_whatever_the_batch(tmp_path: Path, rows: int, batch: int, devices: int) -> None:
     built = build(tmp_path / "data", rows, 3, devices)
-    params, split = knowing(built), built.read_split("test")
+    params, split = knowing(built), read_split(built, "test")
     # A row that the model gets right, so that exact accuracy is not zero throughout.
     answers, _ = refine(built, params, split.inputs[:1], 5)
     split.labels[0] = answers[-1, 0]
-    scores = Evaluator(built, split, batch, halt_steps=5)(params)
+    scores = evaluator(built, split, batch, 5)(params)
     expected = by_hand(built, params, split, 5)
     for name, key in (
         ("cell_accuracy", "cell"),
@@ -64,35 +71,35 @@ def test_every_puzzle_counts_once_whatever_the_batch(tmp_path: Path, rows: int, 
             part = [row[key] for row, s in zip(expected, split.sources, strict=True) if s == source]
             assert scores[f"{name}/source{source}"] == pytest.approx(np.mean(part), abs=1e-6), name
     assert scores["exact_accuracy"] > 0
-    assert scores["puzzles"] == rows
-    assert sum(scores[f"puzzles/source{i}"] for i in range(3)) == rows
+    assert scores["count"] == rows
+    assert sum(scores[f"count/source{i}"] for i in range(3)) == rows
 
 
 def test_the_step_of_stopping_is_the_first_at_which_q_fires(tmp_path: Path) -> None:
     built = build(tmp_path / "data", 8, 1, 1)
     params = knowing(built)
-    split = built.read_split("test")
+    split = read_split(built, "test")
     for bias, steps in ((50.0, 1), (-50.0, 6)):
         eager = params | {"q_head": {"weight": params["q_head"]["weight"], "bias": jnp.full((2,), bias)}}
-        assert Evaluator(built, split, 8, halt_steps=6)(eager)["steps"] == steps
+        assert evaluator(built, split, 8, 6)(eager)["steps"] == steps
 
 
 def test_more_steps_than_in_training_are_run(tmp_path: Path) -> None:
     built = build(tmp_path / "data", 8, 1, 1)
-    params, split = knowing(built), built.read_split("test")
+    params, split = knowing(built), read_split(built, "test")
     answers, halting = refine(built, params, split.inputs, 12)
     assert answers.shape == (12, 8, 16)
     assert halting.shape == (12, 8)
-    scores = Evaluator(built, split, 8, halt_steps=12)(params)
+    scores = evaluator(built, split, 8, 12)(params)
     assert scores["cell_accuracy"] == pytest.approx((answers[-1] == split.labels).mean(), abs=1e-6)
 
 
 def test_a_limit_takes_the_first_rows(tmp_path: Path) -> None:
     built = build(tmp_path / "data", 10, 1, 1)
-    params, split = knowing(built), built.read_split("test")
+    params, split = knowing(built), read_split(built, "test")
     counted = []
-    scores = Evaluator(built, split, 4, limit=6)(params, counted.append)
-    assert scores["puzzles"] == 6
+    scores = evaluator(built, split, 4, limit=6)(params, counted.append)
+    assert scores["count"] == 6
     assert counted == [4, 2]
     assert scores["cell_accuracy"] == pytest.approx(np.mean([r["cell"] for r in by_hand(built, params, split, 3)[:6]]))
 
@@ -100,7 +107,8 @@ def test_a_limit_takes_the_first_rows(tmp_path: Path) -> None:
 def test_one_program_serves_all_batches_and_all_evaluations(tmp_path: Path) -> None:
     built = build(tmp_path / "data", 21, 1, 2)
     params = knowing(built)
-    evaluator = Evaluator(built, built.read_split("test"), 8)
-    evaluator(params)
-    evaluator(params)
-    assert evaluator._score._cache_size() == 1
+    scores = evaluator(built, read_split(built, "test"), 8)
+    scores.compile(params)
+    with jax.no_tracing():
+        first = scores(params)
+        assert scores(params) == first

@@ -2,19 +2,20 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tinypod.data.views import Source
+from tinypod.data.puzzles import DatasetInfo, SplitInfo
 from tinypod.models import trm
 from tinypod.optim import AdamAtan2Config, TableOptimizer, build_optimizer
 from tinypod.sharding import MeshConfig, make_mesh
-from tinypod.step import TrainState, make_train_step, select_trained
+from tinypod.step import TrainState, make_settings, make_train_step, select_trained
 from tinypod.tasks import puzzle
-from tinypod.weights import authors as torch_weights
+from tinypod.weights import authors
 
 GOLDEN = Path(__file__).parent / "golden"
 STEPS = 3
@@ -66,7 +67,7 @@ class Golden:
         return jax.eval_shape(lambda: trm.init(self.model, self.shape, jax.random.key(0)))
 
     def params(self, prefix: str) -> trm.Params:
-        return torch_weights.from_state_dict(self.part(prefix), self.like())
+        return authors.from_state_dict(self.part(prefix), self.like())
 
     def batch(self, step: int) -> dict:
         example = {
@@ -126,22 +127,39 @@ def test_three_steps_on_their_own_end_at_the_authors_weights(name: str) -> None:
 
 
 def _set_up(golden: Golden, model):
-    source = Source(view=None, augmentations=0, seed=0, grouped=False)
-    task = puzzle.build_task(golden.task_config, model, golden.shape, golden.batch_size, source)
-    task = dataclasses.replace(task, draw=lambda source, key: source)  # batches are handed in, not drawn
+    shape = golden.shape
+    info = DatasetInfo(
+        kind="plain",
+        seq_len=shape.seq_len,
+        vocab_size=shape.vocab_size,
+        num_identifiers=shape.num_identifiers,
+        box=None,
+        sources=["golden"],
+        origin="golden",
+        splits={"train": SplitInfo(rows=1, sha256="")},
+    )
+    config = SimpleNamespace(
+        model=model,
+        task=golden.task_config,
+        data=puzzle.PuzzleDataConfig(path=""),
+        batch_size=golden.batch_size,
+    )
+    task = puzzle.build_task(config, puzzle.Opened(Path(), info))
+    task = dataclasses.replace(task, draw=lambda feed, draw, varied: feed)  # batches are handed in, not drawn
     optimizer = build_optimizer(golden.optimizer, golden.batch_size, STEPS)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    step = make_train_step(task, optimizer, 0, golden.batch_size, 1, golden.ema_decay, mesh)
+    settings = make_settings(task, optimizer, 0, golden.ema_decay)
+    step = make_train_step(task, optimizer, 1, True, mesh)
     params = jax.tree.map(jnp.asarray, golden.params("init/"))
     trained = select_trained(task, params)
     zero = jnp.zeros((), jnp.int32)
-    state = TrainState(zero, params, optimizer.chain.init(trained), trained, task.init_carry(params))
-    return task, jax.jit(step), state
+    state = TrainState(zero, params, optimizer.init(trained), trained, task.init_carry(params))
+    return task, jax.jit(lambda state, batch: step(state, settings, jnp.int32(0), batch)), state
 
 
 def _check_weights(golden: Golden, state: TrainState) -> None:
     for kind, params in (("params", state.params), ("ema", state.params | state.ema)):
-        ours = torch_weights.to_state_dict(params)
+        ours = authors.to_state_dict(params)
         for key, expected in golden.part(f"step{STEPS - 1}/{kind}/").items():
             close(ours[key], expected, 1e-4, f"{kind} {key}")
 
@@ -159,7 +177,8 @@ def _check_outputs(golden: Golden, model, task, state: TrainState, i: int) -> No
     assert np.array_equal(jnp.argmax(logits, -1), expected["preds"])
 
     trained = select_trained(task, state.params)
-    loss = jax.grad(lambda t, r: task.loss(state.params | t, r, carry, golden.batch(i)), (0, 1), has_aux=True)
+    varied = {name: jnp.float32(value) for name, value in task.varied.items()}
+    loss = jax.grad(lambda t, r: task.loss(state.params | t, r, carry, golden.batch(i), varied), (0, 1), has_aux=True)
     (grads, row_grads), _ = jax.jit(loss)(trained, rows)
     reference = golden.part(f"step{i}/grad/")
     rows_name = "inner.puzzle_emb.local_weights"
@@ -169,7 +188,7 @@ def _check_outputs(golden: Golden, model, task, state: TrainState, i: int) -> No
         1e-4,
         f"step {i} grad {rows_name}",
     )
-    ours = torch_weights.to_state_dict(jax.tree.map(lambda g: g / golden.batch_size, grads))
+    ours = authors.to_state_dict(jax.tree.map(lambda g: g / golden.batch_size, grads))
     assert not reference or set(ours) == set(reference)
     for key, expected_grad in reference.items():
         close(ours[key], expected_grad, 1e-4, f"step {i} grad {key}")

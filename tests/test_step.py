@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fixtures import tiny_config, write_4x4
+from fixtures import Steps, tiny_config, write_4x4
 from tinypod import experiment, step
 from tinypod.errors import ConfigError
 from tinypod.optim import Optimizer
 from tinypod.sharding import MeshConfig, make_mesh
+from tinypod.tasks import task
 from tinypod.tasks.task import Task
 
 
@@ -23,10 +24,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(data: Path, *overrides: str, devices: int = 1, steps: int = 4) -> tuple[step.TrainState, list[dict]]:
     built = experiment.build(tiny_config(data, *overrides), jax.devices()[:devices])
-    state, source = built.init(), built.put_source(built.read_split("train"))
+    state, take = built.init(), Steps(built)
     sums = []
     for _ in range(steps):
-        state, one = built.train_step(state, source)
+        state, one = take(state)
         sums.append(jax.device_get(one))
     return state, sums
 
@@ -44,7 +45,7 @@ def test_accumulation_of_four_is_one_batch(data: Path) -> None:
     assert_near(parts, whole, 2e-4)
     for a, b in zip(parts_sums, whole_sums, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
-        assert a["rows"] == b["rows"] == 16
+        assert a["weight"] == b["weight"] == 16
 
 
 def test_eight_devices_are_one(data: Path) -> None:
@@ -64,9 +65,9 @@ def test_a_batch_that_does_not_divide_is_refused(data: Path) -> None:
 def test_the_batch_is_a_function_of_seed_and_step(data: Path) -> None:
     def batches(*overrides: str) -> list[np.ndarray]:
         built = experiment.build(tiny_config(data, *overrides), jax.devices()[:1])
-        source = built.put_source(built.read_split("train"))
-        keys = [jax.random.fold_in(jax.random.key(built.config.seed), n) for n in (1, 2)]
-        return [np.asarray(jax.jit(built.task.draw)(source, key)["example"]["inputs"]) for key in keys]
+        take = Steps(built)
+        draw = jax.jit(lambda number: step.draw_batch(built.task, take.settings, number, take.feed(0)))
+        return [np.asarray(draw(built.put(np.int32(number)))["example"]["inputs"]) for number in (0, 1)]
 
     first, second = batches()
     assert not np.array_equal(first, second)
@@ -78,10 +79,10 @@ def test_the_batch_is_a_function_of_seed_and_step(data: Path) -> None:
 def test_rows_stay_until_they_halt(data: Path) -> None:
     """With a Q head that never fires a row keeps its puzzle for max_steps, then takes another."""
     built = experiment.build(tiny_config(data, "task.halting.exploration=0.0"), jax.devices()[:1])
-    state, source = built.init(), built.put_source(built.read_split("train"))
+    state, take = built.init(), Steps(built)
     seen, steps = [], []
     for _ in range(4):
-        state, _ = built.train_step(state, source)
+        state, _ = take(state)
         seen.append(np.asarray(state.carry["example"]["inputs"]))
         steps.append(np.asarray(state.carry["steps"]).tolist())
     assert np.array_equal(seen[0], seen[1])
@@ -93,13 +94,13 @@ def test_rows_stay_until_they_halt(data: Path) -> None:
 def test_exploration_holds_rows_back(data: Path) -> None:
     """All rows want to stop at once; those that explore must first reach their drawn step."""
     built = experiment.build(tiny_config(data, "task.halting.exploration=1.0"), jax.devices()[:1])
-    state, source = built.init(), built.put_source(built.read_split("train"))
+    state, take = built.init(), Steps(built)
     eager = {"weight": state.params["q_head"]["weight"], "bias": jnp.full((2,), 50.0)}
     state = state._replace(params=state.params | {"q_head": eager})
-    state, _ = built.train_step(state, source)
+    state, _ = take(state)
     assert not np.asarray(state.carry["halted"]).any()
     for _ in range(2):
-        state, _ = built.train_step(state, source)
+        state, _ = take(state)
     assert np.asarray(state.carry["halted"] | (state.carry["steps"] < 3)).all()
 
 
@@ -124,7 +125,7 @@ def test_short_dtypes_keep_float32_weights_and_train(data: Path, dtype: str) -> 
         jnp.dtype("int32"),
     }
     assert state.carry["z"].H.dtype == dtype
-    losses = [float(s["loss"] / s["rows"]) for s in sums]
+    losses = [float(s["loss"] / s["weight"]) for s in sums]
     assert np.isfinite(losses).all()
     assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
 
@@ -138,22 +139,22 @@ def test_without_table_or_ema(data: Path) -> None:
 
 def test_the_step_donates_its_state(data: Path) -> None:
     built = experiment.build(tiny_config(data), jax.devices()[:1])
-    state, source = built.init(), built.put_source(built.read_split("train"))
-    built.train_step(state, source)
+    state = built.init()
+    Steps(built)(state)
     assert all(x.is_deleted() for x in jax.tree.leaves(state))
 
 
 def test_one_example_weighs_the_same_in_any_part(data: Path) -> None:
     """The loss handed out is a sum over rows: two halves add up to the whole."""
     built = experiment.build(tiny_config(data), jax.devices()[:1])
-    state, source = built.init(), built.put_source(built.read_split("train"))
-    batch = built.task.draw(source, jax.random.key(0))
+    state, take = built.init(), Steps(built)
+    batch = step.draw_batch(built.task, take.settings, jnp.int32(0), take.feed(0))
     carry = built.task.begin(state.params, state.carry, batch)
 
     @jax.jit
     def loss(carry, batch):
         rows = {name: state.params[name][ids] for name, ids in built.task.lookup(carry).items()}
-        return built.task.loss(state.params, rows, carry, batch)[0]
+        return built.task.loss(state.params, rows, carry, batch, take.settings.task)[0]
 
     halves = [jax.tree.map(lambda x, s=s: x[s], (carry, batch)) for s in (slice(8), slice(8, None))]
     assert float(sum(loss(*half) for half in halves)) == pytest.approx(float(loss(carry, batch)), rel=1e-6)
@@ -163,17 +164,15 @@ def regression(data: Path, bad_batches: tuple[int, ...] = ()) -> tuple[Task, Opt
     """A linear regression as a task: nothing in the step is about puzzles. Chosen batches hold a NaN."""
     built = experiment.build(tiny_config(data), jax.devices()[:1])
     target = jnp.arange(4.0)
-    bad_keys = [jax.random.key_data(jax.random.fold_in(jax.random.key(0), number + 1)) for number in bad_batches]
 
-    def draw(source, key):
-        x = jax.random.normal(key, (16, 4))
-        for bad in bad_keys:
-            x = jnp.where(jnp.all(jax.random.key_data(key) == bad), x.at[3, 1].set(jnp.nan), x)
-        return {"x": x}
+    def draw(feed, draw, varied):
+        x = jax.random.normal(draw.key, (16, 4))
+        bad = jnp.isin(draw.number, jnp.asarray(bad_batches or (-1,), jnp.int32))
+        return {"x": jnp.where(bad, x.at[3, 1].set(jnp.nan), x)}
 
-    def loss(params, rows, carry, batch):
+    def loss(params, rows, carry, batch, varied):
         error = jnp.sum((batch["x"] @ (params["w"] - target)) ** 2)
-        return error, ({"seen": batch["x"]}, {"loss": error})
+        return error, ({"seen": batch["x"]}, {"loss": error, "weight": jnp.float32(batch["x"].shape[0])})
 
     task = dataclasses.replace(
         built.task,
@@ -185,48 +184,114 @@ def regression(data: Path, bad_batches: tuple[int, ...] = ()) -> tuple[Task, Opt
         loss=loss,
         frozen=(),
         tables=(),
+        varied={},
     )
     return task, built.optimizer
 
 
-def one_device() -> jax.sharding.Mesh:
-    return make_mesh(MeshConfig(), jax.devices()[:1])
+def made(task: Task, optimizer: Optimizer, accumulation: int = 1, ema: bool = False):
+    """The first state, and the step as a function of a state and a batch number."""
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    settings = step.make_settings(task, optimizer, 0, 0.9 if ema else None)
+    train_step = jax.jit(step.make_train_step(task, optimizer, accumulation, ema, mesh))
+    state = step.make_init(task, optimizer, ema)(settings)
+    return state, lambda state, number: train_step(state, settings, np.int32(number), {})
 
 
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(data: Path) -> None:
-    task, optimizer = regression(data, bad_batches=(1,))
-    train_step = jax.jit(step.make_train_step(task, optimizer, 0, 16, accumulation=1, ema_decay=0.9, mesh=one_device()))
-    first, _ = train_step(step.make_init(task, optimizer, 0, ema=True)(), {})
-    second, sums = train_step(first, {})
+    state, take = made(*regression(data, bad_batches=(1,)), ema=True)
+    first, _ = take(state, 0)
+    second, sums = take(first, 1)
     assert int(second.step) == 2
     for old, new in zip(jax.tree.leaves(first)[1:], jax.tree.leaves(second)[1:], strict=True):
         assert np.array_equal(old, new)
-    assert {name: float(value) for name, value in sums.items()} == {
-        "loss": 0.0,
-        "grad_norm": 0.0,
-        "updates": 0.0,
-        "skipped": 1.0,
-    }
-    third, sums = train_step(second, {})
+    expected = {"loss": 0.0, "weight": 0.0, "grad_norm": 0.0, "updates": 0.0, "skipped": 1.0}
+    assert {name: float(value) for name, value in sums.items() if name != "learning_rate"} == expected
+    third, sums = take(second, 2)
     assert float(sums["skipped"]) == 0
     assert not np.array_equal(third.params["w"], second.params["w"])
 
 
-def test_batches_that_are_left_out_are_never_drawn(data: Path) -> None:
-    """Leaving out batch 1 and batches 3 and 4 gives what a run would see that never had them."""
-    task, optimizer = regression(data, bad_batches=(1, 3, 4))
-    train_step = jax.jit(
-        step.make_train_step(task, optimizer, 0, 16, accumulation=1, ema_decay=None, mesh=one_device())
-    )
-    source = {step.SKIPPED: jnp.asarray([[0, 0], [1, 1], [3, 2]], jnp.int32)}
-    state = step.make_init(task, optimizer, 0, ema=False)()
-    drawn = []
-    for _ in range(4):
-        state, sums = train_step(state, source)
-        assert float(sums["skipped"]) == 0
-        drawn.append(np.asarray(state.carry["seen"]))
-    keys = [jax.random.fold_in(jax.random.key(0), number + 1) for number in (0, 2, 5, 6)]
-    assert all(np.array_equal(seen, jax.random.normal(key, (16, 4))) for seen, key in zip(drawn, keys, strict=True))
+def test_the_rate_goes_by_the_step_after_skipped_ones_too(data: Path) -> None:
+    """Warm-up over 2 steps; the first two are skipped: the third has the full rate, in the update as in the log."""
+    state, take = made(*regression(data, bad_batches=(0, 1)))
+    for number in range(2):
+        state, sums = take(state, number)
+        assert float(sums["learning_rate"]) == pytest.approx(1e-3 * (number + 1) / 2)
+    after, sums = take(state, 2)
+    assert float(sums["learning_rate"]) == pytest.approx(1e-3)
+    moved = np.asarray(after.params["w"] - state.params["w"])
+    # Adam-atan2's first update of a weight is at most pi/4 of the rate: atan2(g, |g|).
+    assert np.abs(moved).max() == pytest.approx(1e-3 * np.pi / 4, rel=1e-3)
+
+
+def test_a_batch_is_that_of_its_number(data: Path) -> None:
+    """Whatever the step: batches that a rollback leaves out are arithmetic of the host."""
+    state, take = made(*regression(data))
+    drawn = {}
+    for number in (0, 2, 5):
+        state, _ = take(state, number)
+        drawn[number] = np.asarray(state.carry["seen"])
+    _, again = made(*regression(data))
+    assert np.array_equal(np.asarray(again(state, 2)[0].carry["seen"]), drawn[2])
+    assert len({x.tobytes() for x in drawn.values()}) == 3
+
+
+def test_settings_are_arguments_of_one_program(data: Path) -> None:
+    """Seed, rates, decays, betas, warm-up, EMA decay and exploration: another value compiles nothing."""
+    base = experiment.build(tiny_config(data), jax.devices()[:1])
+    take = Steps(base)
+    take(base.init())
+    for override in (
+        "seed=7",
+        "optimizer.learning_rate=3e-3",
+        "optimizer.weight_decay=0.3",
+        "optimizer.beta1=0.5",
+        "optimizer.beta2=0.7",
+        "optimizer.schedule.warmup_steps=9",
+        "optimizer.tables.learning_rate=0.5",
+        "ema_decay=0.5",
+        "steps=77",
+        "task.halting.exploration=1.0",
+        "task.q_loss_weight=3.0",
+    ):
+        other = experiment.build(tiny_config(data, override), jax.devices()[:1])
+        take.settings = other.put_settings()
+        theirs = Steps(other)
+        state, sums = base.init_state(other.settings), None
+        reference = other.init()
+        for _ in range(2):
+            state, sums = take(state)
+            reference, expected = theirs(reference)
+        assert float(sums["loss"]) == float(expected["loss"]), override
+        assert_near(state, reference, 0.0)
+    assert base.train_step._cache_size() == 1
+    assert base.init_state._cache_size() == 1
+
+
+def test_a_run_axis_can_be_added_over_the_settings(data: Path) -> None:
+    """Two runs in one program, by vmap over state and settings, are the two runs alone."""
+    runs = [experiment.build(tiny_config(data, *o), jax.devices()[:1]) for o in ((), ("seed=3", "ema_decay=0.5"))]
+    alone = [run(data, *o, steps=3)[0] for o in ((), ("seed=3", "ema_decay=0.5"))]
+    packed = jax.tree.map(lambda *x: jnp.stack(x), *(built.settings for built in runs))
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    train_step = step.make_train_step(runs[0].task, runs[0].optimizer, 1, True, mesh)
+    over_runs = jax.jit(jax.vmap(train_step, in_axes=(0, 0, None, None)))
+    state = jax.vmap(step.make_init(runs[0].task, runs[0].optimizer, True))(packed)
+    feed = runs[0].task.open_feed(mesh)
+    for number in range(3):
+        state, _ = over_runs(state, packed, np.int32(number), feed(number))
+    for index, expected in enumerate(alone):
+        assert_near(jax.tree.map(lambda x, index=index: x[index], state), expected, 2e-4)
+
+
+def test_no_two_purposes_share_a_key(data: Path) -> None:
+    """`split(k)[i]` is `fold_in(k, i)`: weights, batches and fixed views of one seed have roots of their own."""
+    seed = 0
+    roots = [task.root_key(seed, purpose) for purpose in ("weights", "batches", "views")]
+    keys = [jax.random.key_data(key) for root in roots for key in (root, *jax.random.split(root, 64))]
+    keys += [jax.random.key_data(key) for root in roots for key in jax.random.split(jax.random.fold_in(root, 3), 8)]
+    assert len({np.asarray(key).tobytes() for key in keys}) == len(keys)
 
 
 def test_accumulation_splits_the_work_of_each_part_over_the_devices(data: Path) -> None:
@@ -234,19 +299,14 @@ def test_accumulation_splits_the_work_of_each_part_over_the_devices(data: Path) 
 
     def flops(devices: int) -> float:
         built = experiment.build(tiny_config(data, "accumulation=2"), jax.devices()[:devices])
-        source = built.put_source(built.read_split("train"))
-        return built.train_step.lower(built.abstract_state, source).compile().cost_analysis()["flops"]
+        return built.train_step.lower(*built.abstract_inputs).compile().cost_analysis()["flops"]
 
     assert flops(8) < flops(1) / 4
 
 
 def test_a_task_is_all_that_the_step_knows(data: Path) -> None:
-    task, optimizer = regression(data)
-    train_step = jax.jit(
-        step.make_train_step(task, optimizer, 0, 16, accumulation=2, ema_decay=None, mesh=one_device())
-    )
-    state = step.make_init(task, optimizer, 0, ema=False)()
-    _, first = train_step(state, {})
-    for _ in range(60):
-        state, sums = train_step(state, {})
+    state, take = made(*regression(data), accumulation=2)
+    _, first = take(state, 0)
+    for number in range(60):
+        state, sums = take(state, number)
     assert float(sums["loss"]) < float(first["loss"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,12 +16,16 @@ import pytest
 from rich.console import Console
 
 from fixtures import CONFIGS, TINY, tiny_config, write_4x4
-from tinypod import step, train
-from tinypod.errors import CheckpointError
+from poison import poisoned
+from tinypod import step, tasks, train
+from tinypod.errors import CheckpointError, ConfigError
 from tinypod.experiment import build
-from tinypod.runs import folder as run
+from tinypod.runs import folder, record
 from tinypod.runs.checksums import flatten
+from tinypod.runs.folder import Run
+from tinypod.runs.load import load_weights
 from tinypod.runs.metrics import MetricsLog
+from tinypod.runs.saver import open_checkpoints
 from tinypod.sharding import MeshConfig
 
 CONFIG = CONFIGS / "trm" / "sudoku_mlp.yaml"
@@ -56,9 +61,9 @@ def in_a_process(data: Path, run_dir: Path, *overrides: str) -> subprocess.Compl
 
 
 def state_at(data: Path, run_dir: Path, number: int) -> dict[str, np.ndarray]:
-    config = run.read_config(run.Run(run_dir)).model_copy(update={"mesh": MeshConfig()})  # whatever mesh it was made on
+    config = folder.read_config(Run(run_dir)).model_copy(update={"mesh": MeshConfig()})  # whatever mesh it was made on
     experiment = build(config)
-    checkpoints = run.open_checkpoints(run.Run(run_dir), experiment.config, read_only=True)
+    checkpoints = open_checkpoints(Run(run_dir), experiment, {}, read_only=True)
     return {name: np.asarray(x) for name, x in flatten(checkpoints.restore(number, experiment.abstract_state)).items()}
 
 
@@ -90,14 +95,17 @@ def test_ten_steps_are_five_and_five_in_a_new_process_to_the_bit(data: Path, str
     for steps in ("steps=5", "steps=10"):
         done = in_a_process(data, tmp_path / "run", steps)
         assert done.returncode == 0, done.stderr
-    assert "going on from the checkpoint of step 5" in done.stdout
-    assert "config differs from the run's: steps: 5 -> 10" in done.stdout
-    a, b = (state_at(data, folder, 10) for folder in (straight, tmp_path / "run"))
+    assert "resuming from the checkpoint of step 5" in done.stdout
+    assert "from step 5 on, steps: 5 -> 10" in done.stdout
+    assert [(line["step"], line["changes"]) for line in record.read_changes(Run(tmp_path / "run"))] == [
+        (5, ["steps: 5 -> 10"])
+    ]
+    a, b = (state_at(data, place, 10) for place in (straight, tmp_path / "run"))
     assert int(a["step"]) == 10
     assert {name.split(".")[0] for name in a} == {"step", "params", "opt_state", "ema", "carry"}
     assert_same_states(a, b)
     # The halves log one more row, at their seam; evaluations are the same.
-    evals = [[row for row in rows(folder) if "eval/exact_accuracy" in row] for folder in (straight, tmp_path / "run")]
+    evals = [[row for row in rows(place) if "eval/exact_accuracy" in row] for place in (straight, tmp_path / "run")]
     assert evals[0] == evals[1]
     assert len(evals[0]) == 2
 
@@ -105,7 +113,7 @@ def test_ten_steps_are_five_and_five_in_a_new_process_to_the_bit(data: Path, str
 def test_a_run_leaves_what_it_promises(data: Path, straight: Path) -> None:
     assert {"config.yaml", "metrics.jsonl", "curves.png", "checkpoints"} <= {p.name for p in straight.iterdir()}
     assert (straight / "curves.png").read_bytes()[:4] == b"\x89PNG"
-    assert run.read_config(run.Run(straight)) == tiny_config(data)
+    assert folder.read_config(Run(straight)) == tiny_config(data)
     logged = [row["step"] for row in rows(straight) if "train/loss" in row]
     assert logged == [2, 4, 5, 6, 8, 10]
     assert sorted(int(p.name) for p in (straight / "checkpoints").iterdir()) == [5, 10]
@@ -129,7 +137,7 @@ def test_a_signal_saves_and_the_next_start_goes_on(data: Path, straight: Path, t
     process.send_signal(number)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 128 + number
-    assert "start the same command again" in output
+    assert "run the same command again" in output
     last = rows(tmp_path / "run")[-1]["step"]
     assert [int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir()] == [last]
     done = in_a_process(data, tmp_path / "run", *endless, f"steps={last + 2}")
@@ -149,14 +157,14 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(data: Path, straight: Pat
     """SIGKILL after the first save, rows past the checkpoint already logged: the end is that of the straight run."""
     settings = ("log.every_steps=1", "steps=1000000", "checkpoint.every_steps=5", "eval.every_steps=null")
     process = subprocess.Popen(command(data, tmp_path / "run", *settings), stdout=subprocess.DEVNULL)
-    folder = tmp_path / "run" / "checkpoints"
-    wait_for(lambda: any(p.name.isdigit() for p in folder.glob("*")), process)
+    saved = tmp_path / "run" / "checkpoints"
+    wait_for(lambda: any(p.name.isdigit() for p in saved.glob("*")), process)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    latest = max(int(p.name) for p in folder.iterdir() if p.name.isdigit())
+    latest = max(int(p.name) for p in saved.iterdir() if p.name.isdigit())
     done = in_a_process(data, tmp_path / "run", *settings, f"steps={latest + 3}")
     assert done.returncode == 0, done.stderr
-    assert f"going on from the checkpoint of step {latest}" in done.stdout
+    assert f"resuming from the checkpoint of step {latest}" in done.stdout
     assert [row["step"] for row in rows(tmp_path / "run") if "train/loss" in row] == list(range(1, latest + 4))
 
 
@@ -167,14 +175,14 @@ def test_the_step_is_traced_once_in_a_whole_run(data: Path, tmp_path: Path, monk
     def counting(*args, **kwargs):
         function = original(*args, **kwargs)
 
-        def traced(state, source):
+        def traced(*inputs):
             traces.append(1)
-            return function(state, source)
+            return function(*inputs)
 
         return traced
 
     monkeypatch.setattr(step, "make_train_step", counting)
-    train.train(tiny_config(data), run.Run(tmp_path / "run"), quiet())
+    train.train(tiny_config(data), Run(tmp_path / "run"), quiet())
     assert len(traces) == 1
 
 
@@ -188,7 +196,7 @@ def test_a_stop_that_comes_while_evaluating_is_obeyed_after_saving(
         return original(self, params, progress)
 
     monkeypatch.setattr(train.Evaluator, "__call__", interrupted)
-    outcome = train.train(tiny_config(data, "checkpoint.every_steps=null"), run.Run(tmp_path / "run"), quiet())
+    outcome = train.train(tiny_config(data, "checkpoint.every_steps=null"), Run(tmp_path / "run"), quiet())
     assert (outcome.step, outcome.stopped_by) == (5, signal.SIGTERM)
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["5"]
     assert rows(tmp_path / "run")[-1]["step"] == 5
@@ -196,13 +204,13 @@ def test_a_stop_that_comes_while_evaluating_is_obeyed_after_saving(
 
 def test_another_model_in_the_same_folder_is_refused_and_nothing_touched(data: Path, straight: Path) -> None:
     before = (straight / "config.yaml").read_bytes()
-    with pytest.raises(CheckpointError, match=r"params\.head: float32\[16, 6\] in the checkpoint"):
-        train.train(tiny_config(data, "model.hidden_size=32"), run.Run(straight), quiet())
+    with pytest.raises(ConfigError, match=r"another model.*\n  model\.hidden_size: 16 -> 32\n.*--run .*run_2"):
+        train.train(tiny_config(data, "model.hidden_size=32", "steps=12"), Run(straight), quiet())
     assert (straight / "config.yaml").read_bytes() == before
 
 
 def test_two_processes_cannot_train_in_one_folder(data: Path, straight: Path) -> None:
-    with run.lock(run.Run(straight)):
+    with folder.lock(Run(straight)):
         done = in_a_process(data, straight)
     assert done.returncode == 2
     assert f"another process is training here (pid {os.getpid()})" in done.stderr
@@ -210,27 +218,130 @@ def test_two_processes_cannot_train_in_one_folder(data: Path, straight: Path) ->
 
 
 def test_a_damaged_checkpoint_is_stepped_over_on_request(data: Path, straight: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(straight, tmp_path / "run")
     for path in (tmp_path / "run" / "checkpoints" / "10" / "state").rglob("*"):
         if path.is_file() and path.stat().st_size > 5000:
             path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match="--from-step 5"):
-        train.train(tiny_config(data), run.Run(tmp_path / "run"), quiet())
-    train.train(tiny_config(data), run.Run(tmp_path / "run"), quiet(), from_step=5)
+        train.train(tiny_config(data), Run(tmp_path / "run"), quiet())
+    train.train(tiny_config(data), Run(tmp_path / "run"), quiet(), from_step=5)
     assert (tmp_path / "run" / "checkpoints_set_aside" / "10").is_dir()
     assert_same_states(state_at(data, tmp_path / "run", 10), state_at(data, straight, 10))
 
 
-def test_another_dataset_is_noticed(data: Path, straight: Path, tmp_path: Path) -> None:
-    import shutil
-
+def test_another_dataset_is_refused(data: Path, straight: Path, tmp_path: Path) -> None:
     shutil.copytree(straight, tmp_path / "run")
     other = write_4x4(tmp_path / "data", train=30)
+    with pytest.raises(ConfigError, match=r"not the data that this run was trained on \(train differ\)"):
+        train.train(tiny_config(other, "steps=11"), Run(tmp_path / "run"), quiet())
+    shutil.copytree(data, tmp_path / "moved")
+    train.train(tiny_config(tmp_path / "moved", "steps=11"), Run(tmp_path / "run"), quiet())
+
+
+def files(run_dir: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+def test_a_finished_run_cannot_be_made_to_say_something_else(data: Path, straight: Path, tmp_path: Path) -> None:
+    """config.yaml is what the steps were trained with: an override that trains nothing is refused, and changes no
+    file."""
+    shutil.copytree(straight, tmp_path / "run")
+    before = files(tmp_path / "run")
+    refused = r"it is finished, at step 10\n  optimizer\.learning_rate: 0\.001 -> 0\.1\n.*--run .*run_2"
+    with pytest.raises(ConfigError, match=refused):
+        train.train(tiny_config(data, "optimizer.learning_rate=0.1"), Run(tmp_path / "run"), quiet())
+    with pytest.raises(ConfigError, match="steps: 10 -> 7"):
+        train.train(tiny_config(data, "steps=7"), Run(tmp_path / "run"), quiet())
+    train.train(tiny_config(data, "log.every_steps=1"), Run(tmp_path / "run"), quiet())  # trains nothing, says nothing
+    assert files(tmp_path / "run") == before
+
+
+def test_an_unfinished_run_records_from_which_step_a_change_holds(data: Path, straight: Path, tmp_path: Path) -> None:
+    shutil.copytree(straight, tmp_path / "run")
+    changed = tiny_config(data, "steps=12", "optimizer.learning_rate=5e-4")
+    train.train(changed, Run(tmp_path / "run"), quiet())
+    (line,) = record.read_changes(Run(tmp_path / "run"))
+    assert (line["step"], sorted(line["changes"])) == (
+        10,
+        ["optimizer.learning_rate: 0.001 -> 0.0005", "steps: 10 -> 12"],
+    )
+    assert folder.read_config(Run(tmp_path / "run")) == changed
+    rates = {row["step"]: row["train/learning_rate"] for row in rows(tmp_path / "run") if "train/learning_rate" in row}
+    assert (rates[10], rates[12]) == pytest.approx((1e-3, 5e-4))
+
+
+def test_a_start_that_fails_leaves_a_finished_run_as_it_was(data: Path, straight: Path, tmp_path: Path) -> None:
+    shutil.copytree(straight, tmp_path / "run")
+    before = files(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
+        train.train(tiny_config(data), Run(tmp_path / "run"), quiet(), from_step=7)
+    assert files(tmp_path / "run") == before
+
+
+def test_a_stop_inside_a_streak_of_bad_steps_changes_nothing(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches 5 to 7 are NaN, three in a row roll back; the stopped run is asked to end after the first of them."""
+    bad = ("nonfinite.rollback_after=3", "log.every_steps=1", "checkpoint.every_steps=2", "checkpoint.keep_last=9")
+    monkeypatch.setitem(tasks.KINDS, "puzzle", poisoned(tasks.KINDS["puzzle"], {5, 6, 7}))
+    config = tiny_config(data, *bad, "eval.every_steps=null")
+    train.train(config, Run(tmp_path / "straight"), quiet())
+    beat = train.Health.beat
+
+    def interrupting(self, step=None):
+        if step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        beat(self, step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(train.Health, "beat", interrupting)
+        assert train.train(config, Run(tmp_path / "stopped"), quiet()).step == 6
     console = quiet()
-    train.train(tiny_config(other, "steps=11"), run.Run(tmp_path / "run"), console)
-    assert "is not the one this run began with" in console.file.getvalue().replace("\n", " ")
+    train.train(config, Run(tmp_path / "stopped"), console)
+    assert "steps 6 to 8 were not finite: back from step 8 to step 4" in console.file.getvalue().replace("\n", " ")
+    assert_same_states(*(state_at(data, tmp_path / name, 10) for name in ("straight", "stopped")))
+
+
+def test_a_late_score_makes_its_checkpoint_the_best(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last evaluation is cut off by a stop and made on resume, after its checkpoint was saved."""
+    original = train.Evaluator.__call__
+
+    def interrupted(self, params, progress=None):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, params, progress)
+
+    config = tiny_config(data, "eval.every_steps=null")
+    with monkeypatch.context() as patched:
+        patched.setattr(train.Evaluator, "__call__", interrupted)
+        train.train(config, Run(tmp_path / "run"), quiet())
+    outcome = train.train(config, Run(tmp_path / "run"), quiet())
+    assert outcome.best is not None
+    assert outcome.best[0] == 10
+    assert load_weights(Run(tmp_path / "run"), [], "best").step == 10
+
+
+def test_metrics_that_close_slowly_do_not_fail_a_finished_run(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing is a phase of its own, with its own deadline."""
+    phases = []
+    original = train.RunLog.close
+
+    def closing(self, **options):
+        phases.append(current())
+        original(self, **options)
+
+    def current() -> str:
+        return running[-1].current
+
+    running = []
+    enter = train.Health.__enter__
+    monkeypatch.setattr(train.Health, "__enter__", lambda self: running.append(self) or enter(self))
+    monkeypatch.setattr(train.RunLog, "close", closing)
+    train.train(tiny_config(data), Run(tmp_path / "run"), quiet())
+    assert phases[-1] == "closing"
 
 
 def test_the_loop_fetches_only_when_it_logs(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +349,7 @@ def test_the_loop_fetches_only_when_it_logs(data: Path, tmp_path: Path, monkeypa
     original = jax.device_get
     monkeypatch.setattr(train.jax, "device_get", lambda x: fetches.append(1) or original(x))
     off = ("eval.every_steps=null", "checkpoint.every_steps=null", "log.every_steps=4", "checkpoint.best=null")
-    train.train(tiny_config(data, *off), run.Run(tmp_path / "run"), quiet())
+    train.train(tiny_config(data, *off), Run(tmp_path / "run"), quiet())
     # Steps 4, 8 and 10 log; the one evaluation fetches its sums.
     assert len(fetches) == 3 + 1
 
@@ -255,5 +366,5 @@ def test_metrics_are_json_with_the_names_that_are_documented(straight: Path) -> 
         "train/grad_norm",
         "train/learning_rate",
     } <= names
-    assert {"eval/exact_accuracy", "eval/cell_accuracy", "eval/halt_accuracy", "eval/steps", "eval/puzzles"} <= names
+    assert {"eval/exact_accuracy", "eval/cell_accuracy", "eval/halt_accuracy", "eval/steps", "eval/count"} <= names
     assert {"perf/examples_per_s", "perf/step_ms", "perf/model_tflops"} <= names

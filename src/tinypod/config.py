@@ -46,10 +46,10 @@ def load(path: str | Path, overrides: Sequence[str], schema: type[C]) -> C:
 def locate(name: str | Path) -> Path:
     """A config file, or one of the package's recipes by its name: `demo`, `trm/sudoku_mlp`."""
     path, recipe = Path(name), RECIPES / f"{name}.yaml"
+    if recipe.is_file() and not path.is_file():
+        return recipe
     if path.exists() or path.is_absolute():
         return path
-    if recipe.is_file():
-        return recipe
     known = sorted(found.relative_to(RECIPES).with_suffix("").as_posix() for found in RECIPES.rglob("*.yaml"))
     near = difflib.get_close_matches(str(name).removesuffix(".yaml"), known, n=1)
     hint = f"did you mean the recipe `{near[0]}`?" if near else f"recipes: {', '.join(known)}"

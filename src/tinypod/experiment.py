@@ -1,13 +1,13 @@
 """The schema of an experiment, and `build`, which turns a config into everything that runs it.
 
-`train`, `eval` and `solve`, and the tests, all use this one `build`: what is checked is what runs.
+`train`, `eval`, `plan`, `check` and the tests all use this one `build`: what is checked is what runs. Nothing here
+knows what a puzzle or a text is: `tinypod.tasks` has the kinds of task.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
@@ -17,22 +17,10 @@ from rich.console import Console
 
 from tinypod import sharding, step
 from tinypod.config import Config
-from tinypod.data import fetch, puzzles, views
-from tinypod.errors import ConfigError, DataError
-from tinypod.models import trm
+from tinypod.errors import ConfigError
 from tinypod.optim import Optimizer, OptimizerConfig, build_optimizer
-from tinypod.runs import storage
-from tinypod.tasks.puzzle import PuzzleTaskConfig, build_task
-from tinypod.tasks.task import Task
-
-
-class DataConfig(Config):
-    path: str  # a dataset folder that `tinypod data` made; gs://… is fetched once into the user's cache folder
-    train_split: str = "train"
-    eval_split: str = "test"
-    augmentations: NonNegativeInt | Literal["endless"] = "endless"  # fixed views of a puzzle besides itself
-    # What the dataset will be: `tinypod plan` goes by it where none is at `path`, or `path` is in a bucket.
-    expected: Annotated[puzzles.ExpectedSudoku | puzzles.ExpectedPlain, Field(discriminator="kind")] | None = None
+from tinypod.tasks import KINDS, DataConfig, ModelConfig, TaskConfig
+from tinypod.tasks.task import Metric, Task
 
 
 class EvalConfig(Config):
@@ -43,10 +31,10 @@ class EvalConfig(Config):
 
 
 class BestConfig(Config):
-    metric: Literal["eval/exact_accuracy", "eval/cell_accuracy", "eval/halt_accuracy", "eval/steps"] = (
-        "eval/exact_accuracy"
-    )
-    mode: Literal["max", "min"] = "max"
+    """Which checkpoint is kept as the best; by default, by the first metric that the task reports."""
+
+    metric: str | None = None  # like eval/exact_accuracy
+    mode: Literal["max", "min"] | None = None
 
 
 class CheckpointConfig(Config):
@@ -112,8 +100,8 @@ class ExperimentConfig(Config):
     compile_cache: str | None = "auto"  # a folder or gs:// URL; auto: in the user's cache folder; null: none
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = 0.999
     data: DataConfig
-    model: trm.TrmConfig
-    task: PuzzleTaskConfig = PuzzleTaskConfig()
+    model: ModelConfig
+    task: TaskConfig
     optimizer: OptimizerConfig
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -131,149 +119,133 @@ class ExperimentConfig(Config):
             raise ValueError("eval.weights=ema needs ema_decay; set it, or eval.weights=live")
         if self.seed >= 2**31:
             raise ValueError(f"seed={self.seed} must be below 2**31")
+        kind = KINDS[self.task.kind]
+        for name, given, wanted in (("data", self.data, kind.data), ("model", self.model, kind.model)):
+            if not isinstance(given, wanted):
+                expected = wanted.model_fields["kind"].default
+                raise ValueError(f"task.kind={self.task.kind} goes with {name}.kind={expected}, not {given.kind}")
         return self
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A config made runnable. `init` and `train_step` are compiled with explicit shardings, once."""
+    """A config made runnable. `init_state` and `train_step` are compiled with explicit shardings, once."""
 
     config: ExperimentConfig
-    dataset: Path  # where its files are on this host
-    info: puzzles.DatasetInfo
-    shape: trm.PuzzleShape
     mesh: Mesh
     task: Task
     optimizer: Optimizer
-    gather: sharding.Gather | None  # makes weights split over `fsdp` whole where they are used
     specs: Any  # of the parameters
     state_shardings: Any
-    init: Callable[[], step.TrainState]
-    train_step: Callable[[step.TrainState, Any], tuple[step.TrainState, dict[str, jax.Array]]]
+    settings: step.Settings  # on the host
+    init_state: Callable[[step.Settings], step.TrainState]
+    train_step: Any  # (state, settings, number, feed) -> state, sums
+
+    def init(self) -> step.TrainState:
+        """The state of step 0."""
+        return self.init_state(self.settings)
+
+    def put_settings(self, **changes: float) -> step.Settings:
+        """The settings on the devices; `changes` to those of the optimizer."""
+        optimizer = self.settings.optimizer | {name: np.float32(value) for name, value in changes.items()}
+        return self.put(self.settings._replace(optimizer=optimizer))
+
+    def put(self, tree: Any) -> Any:
+        """Host values, replicated on all devices."""
+        return sharding.put(tree, sharding.replicated(self.mesh))
 
     @cached_property
     def abstract_state(self) -> step.TrainState:
         """Shapes, dtypes and shardings of the state; nothing is computed."""
-        shapes = jax.eval_shape(self.init)
+        shapes = jax.eval_shape(self.init_state, self.settings)
         return jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.state_shardings
         )
 
     @cached_property
-    def abstract_source(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of what `put_source` makes, of a dataset that may not be there."""
-        name, whole = self.config.data.train_split, sharding.replicated(self.mesh)
-        if name not in self.info.splits:
-            raise DataError(f"{self.dataset} has no split {name!r}; it has {', '.join(self.info.splits)}")
-        rows = self.info.splits[name].rows
-        shapes: dict[str, Any] = {
-            "inputs": ((rows, self.info.seq_len), np.uint8),
-            "labels": ((rows, self.info.seq_len), np.uint8),
-            "identifiers": ((rows,), np.int32),
-            step.SKIPPED: ((self.config.nonfinite.max_rollbacks, 2), np.int32),
-        }
-        if self.info.grouped:
-            split = self.read_split(name)
-            shapes |= {key: (x.shape, x.dtype) for key, x in views.device_arrays(split).items()}
-        return {key: jax.ShapeDtypeStruct(*value, sharding=whole) for key, value in shapes.items()}
+    def abstract_inputs(self) -> tuple[Any, ...]:
+        """Of the step: state, settings, number and feed, without reading data."""
+        whole = sharding.replicated(self.mesh)
+
+        def abstract(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=whole)
+
+        settings, number = jax.tree.map(abstract, (self.settings, np.int32(0)))
+        return self.abstract_state, settings, number, self.task.abstract_feed(self.mesh)
+
+    @cached_property
+    def best(self) -> Metric | None:
+        """The metric by which the best checkpoint is kept."""
+        wanted = self.config.checkpoint.best
+        if wanted is None:
+            return None
+        known = {f"eval/{metric.name}": metric for metric in self.task.headline}
+        name = wanted.metric or f"eval/{self.task.headline[0].name}"
+        if name not in known:
+            raise ConfigError(f"checkpoint.best.metric={name}: the task reports {', '.join(known)}")
+        metric = known[name]
+        return Metric(name, metric.label, wanted.mode or metric.direction, metric.format)
+
+    @property
+    def num_weights(self) -> int:
+        return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(self.abstract_state.params))
 
     def check_batch(self) -> None:
-        """Training only: evaluation fills its batches up."""
+        """Training only: evaluation pads its batches."""
         rows = self.config.batch_size // self.config.accumulation
         sharding.check_divides(self.mesh, rows, "batch_size / accumulation")
-
-    def read_split(self, name: str) -> puzzles.Split:
-        return puzzles.read_split(self.dataset, self.info, name)
-
-    def put_source(self, split: puzzles.Split, skipped: list[tuple[int, int]] | None = None) -> dict[str, jax.Array]:
-        """The training puzzles on every device, and which batches to leave out (first number and count)."""
-        pairs = sorted(skipped or [])
-        ranges = np.zeros((max(self.config.nonfinite.max_rollbacks, len(pairs)), 2), np.int32)  # one shape for all
-        ranges[: len(pairs)] = np.asarray(pairs, np.int32).reshape(-1, 2)
-        return sharding.put(views.device_arrays(split) | {step.SKIPPED: ranges}, sharding.replicated(self.mesh))
 
 
 def build(
     config: ExperimentConfig,
     devices: Sequence[Any] | None = None,
+    *,
+    planned: bool = False,
     console: Console | None = None,
-    data: "DataFound | None" = None,
 ) -> Experiment:
-    """Reads the dataset's description, not its arrays; not even that where `data` is given."""
-    dataset, info = data or read_data(config, console)
-    shape = trm.PuzzleShape(info.seq_len, info.vocab_size, info.num_identifiers)
+    """Reads what the data say about themselves, not their arrays. `planned`: they need not be there if the config
+    describes them."""
+    kind = KINDS[config.task.kind]
+    opened = kind.open(config, planned, console)
     mesh = sharding.make_mesh(config.mesh, devices)
-    params = jax.eval_shape(lambda: trm.init(config.model, shape, jax.random.key(0)))
-    specs = sharding.param_specs(trm.sharding_rules(config.model), params, mesh)
+    task = kind.build(config, opened, None)
+    specs = sharding.param_specs(task.rules, jax.eval_shape(task.init_params, jax.random.key(0)), mesh)
     gather = sharding.make_gather(mesh, specs)
-    task = build_task(config.task, config.model, shape, config.batch_size, make_source(config, info), gather)
+    if gather is not None:
+        task = kind.build(config, opened, gather)
     optimizer = build_optimizer(config.optimizer, config.batch_size, config.steps)
-
-    init = step.make_init(task, optimizer, config.seed, ema=config.ema_decay is not None)
-    train_step = step.make_train_step(
-        task, optimizer, config.seed, config.batch_size, config.accumulation, config.ema_decay, mesh
+    ema = config.ema_decay is not None
+    settings = step.make_settings(task, optimizer, config.seed, config.ema_decay)
+    init = step.make_init(task, optimizer, ema)
+    train_step = step.make_train_step(task, optimizer, config.accumulation, ema, mesh)
+    shardings = _state_shardings(jax.eval_shape(init, settings), specs, mesh)
+    whole = sharding.replicated(mesh)
+    experiment = Experiment(
+        config=config,
+        mesh=mesh,
+        task=task,
+        optimizer=optimizer,
+        specs=specs,
+        state_shardings=shardings,
+        settings=settings,
+        init_state=jax.jit(init, out_shardings=shardings),
+        train_step=jax.jit(
+            train_step,
+            donate_argnums=0,
+            in_shardings=(shardings, whole, whole, None),  # None: as the feed has put them
+            out_shardings=(shardings, whole),
+        ),
     )
-    whole, rows = sharding.replicated(mesh), sharding.by_rows(mesh)
-    shapes = jax.eval_shape(init)
-    shardings = shapes._replace(
-        step=whole,
+    assert experiment.best is None or experiment.best.name  # an unknown metric is an error now, not after the training
+    return experiment
+
+
+def _state_shardings(shapes: step.TrainState, specs: Any, mesh: Mesh) -> step.TrainState:
+    rows = sharding.over_batch(mesh)
+    return shapes._replace(
+        step=sharding.replicated(mesh),
         params=sharding.named(mesh, specs),
         opt_state=sharding.named(mesh, sharding.specs_like(specs, shapes.opt_state)),
         ema=sharding.named(mesh, sharding.specs_like(specs, shapes.ema)),
         carry=jax.tree.map(lambda _: rows, shapes.carry),
     )
-    return Experiment(
-        config=config,
-        dataset=dataset,
-        info=info,
-        shape=shape,
-        mesh=mesh,
-        task=task,
-        optimizer=optimizer,
-        gather=gather,
-        specs=specs,
-        state_shardings=shardings,
-        init=jax.jit(init, out_shardings=shardings),
-        train_step=jax.jit(
-            train_step, donate_argnums=0, in_shardings=(shardings, whole), out_shardings=(shardings, whole)
-        ),
-    )
-
-
-class DataFound(NamedTuple):
-    folder: Path  # on this host; empty where only a description is there
-    info: puzzles.DatasetInfo
-
-
-def read_data(config: ExperimentConfig, console: Console | None = None) -> DataFound:
-    folder = fetch.local_dataset(config.data.path, console)
-    return DataFound(folder, puzzles.read_info(folder))
-
-
-def describe_data(config: ExperimentConfig) -> DataFound:
-    """What the dataset at `data.path` says of itself; where there is none here, what `data.expected` says of it."""
-    expected, path = config.data.expected, config.data.path
-    if expected is not None and (storage.is_remote(path) or not (Path(path) / "dataset.json").exists()):
-        return DataFound(Path(path), expected.info(config.data.train_split))
-    try:
-        return read_data(config)
-    except DataError as error:
-        raise DataError(
-            f"{error}; or say what it will be, to plan without it: 'data.expected={{kind: sudoku, rows: 1000}}'"
-        ) from None
-
-
-def make_source(config: ExperimentConfig, info: puzzles.DatasetInfo) -> views.Source:
-    """How training examples are drawn from this dataset."""
-    endless = config.data.augmentations == "endless"
-    view = None
-    if info.kind == "sudoku":
-        assert info.box is not None
-        view = views.sudoku_view((info.box[0], info.box[1]), info.vocab_size)
-    elif config.data.augmentations not in ("endless", 0):
-        raise ConfigError(
-            f"data.augmentations={config.data.augmentations}: the puzzles in {config.data.path} are of kind "
-            f"{info.kind!r}, whose symmetries are not known; leave it out"
-        )
-    augmentations = None if endless else int(config.data.augmentations)
-    return views.Source(view, augmentations, config.seed, grouped=info.grouped)

@@ -1,5 +1,10 @@
-"""Optimizers, schedules, batch scaling. An Optax chain updates the trained parameters; tables are updated by rows."""
+"""Optimizers, schedules, batch scaling. An Optax chain updates the trained parameters; tables are updated by rows.
 
+The rate goes by the step's number, here as in the log: a step that is skipped moves the schedule on. What Adam counts
+for its bias correction are updates.
+"""
+
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
@@ -10,6 +15,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from tinypod.config import Config
 
+Tree = Any  # a nested dict of arrays
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -79,52 +85,62 @@ class RowGradients(NamedTuple):
 
 
 class Optimizer(NamedTuple):
-    """The rate is a function of the step; the chain turns gradients into updates; rows are updated on their own."""
+    """What is fixed in the compiled step; rates, decays and betas are its `settings`, given to `update` as arrays."""
 
-    chain: optax.GradientTransformation
-    learning_rate: optax.Schedule
-    table_learning_rate: optax.Schedule
-    table_weight_decay: float
+    settings: dict[str, float]
+    init: Callable[[Tree], Tree]  # trained parameters -> state
+    update: Callable[..., tuple[Tree, Tree]]  # (grads, state, trained parameters, settings, share) -> updates, state
+    share: Callable[[dict[str, Array], Array], Array]  # (settings, step) -> share of the full rate at that step
 
 
 def build_optimizer(config: OptimizerConfig, batch_size: int, total_steps: int) -> Optimizer:
-    schedule = make_schedule(config.schedule, total_steps)
     scale = batch_scale(config.batch_scaling, batch_size)
+    settings = {
+        "learning_rate": config.learning_rate * scale,
+        "weight_decay": config.weight_decay,
+        "beta1": config.beta1,
+        "beta2": config.beta2,
+        "eps": config.eps if isinstance(config, AdamWConfig) else 0.0,
+        "clip_norm": config.clip_norm or 0.0,
+        "warmup_steps": float(config.schedule.warmup_steps),
+        "total_steps": float(total_steps),
+        "min_ratio": config.schedule.min_ratio if isinstance(config.schedule, Cosine) else 1.0,
+        "table_learning_rate": config.tables.learning_rate * scale,
+        "table_weight_decay": config.tables.weight_decay,
+    }
 
-    def learning_rate(step: Any) -> Any:
-        return config.learning_rate * scale * schedule(step)
+    def chain(values: dict[str, Any], share: Array) -> optax.GradientTransformation:
+        beta1, beta2 = values["beta1"], values["beta2"]
+        return optax.chain(
+            optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(values["clip_norm"]),
+            scale_by_adam_atan2(beta1, beta2)
+            if isinstance(config, AdamAtan2Config)
+            else optax.scale_by_adam(beta1, beta2, values["eps"]),
+            optax.add_decayed_weights(values["weight_decay"]),
+            optax.scale(-values["learning_rate"] * share),
+        )
 
-    def table_learning_rate(step: Any) -> Any:
-        return config.tables.learning_rate * scale * schedule(step)
+    def update(grads: Tree, state: Tree, params: Tree, values: dict[str, Array], share: Array) -> tuple[Tree, Tree]:
+        with jax.numpy_dtype_promotion("standard"):  # Optax raises betas that are arrays to the power of an integer
+            updates, state = chain(values, share).update(grads, state, params)
+        return updates, state
 
-    direction = (
-        scale_by_adam_atan2(config.beta1, config.beta2)
-        if isinstance(config, AdamAtan2Config)
-        else optax.scale_by_adam(config.beta1, config.beta2, config.eps)
-    )
-    clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
-    chain = optax.chain(
-        clip,
-        direction,
-        optax.add_decayed_weights(config.weight_decay),
-        optax.scale_by_learning_rate(learning_rate),
-    )
-    return Optimizer(chain, learning_rate, table_learning_rate, config.tables.weight_decay)
+    return Optimizer(settings, chain(settings, jnp.float32(1)).init, update, make_schedule(config.schedule))
 
 
-def make_schedule(config: Constant | Cosine, total_steps: int) -> optax.Schedule:
-    """Fraction of the full rate at an update, counted from 0; the first update already has a share of the warm-up."""
+def make_schedule(config: Constant | Cosine) -> Callable[[dict[str, Array], Array], Array]:
+    """The share of the full rate at a step, counted from 0; the first step already has a share of the warm-up."""
 
-    def schedule(step: Any) -> Any:
-        done = jnp.asarray(step, jnp.float32) + 1
-        warm = jnp.minimum(done / max(config.warmup_steps, 1), 1.0)
+    def share(settings: dict[str, Array], step: Array) -> Array:
+        done, warmup = step.astype(jnp.float32) + 1, settings["warmup_steps"]
+        warm = jnp.minimum(done / jnp.maximum(warmup, 1.0), 1.0)
         if isinstance(config, Constant):
             return warm
-        span = max(total_steps - config.warmup_steps, 1)
-        progress = jnp.clip((done - config.warmup_steps) / span, 0.0, 1.0)
-        return warm * (config.min_ratio + (1 - config.min_ratio) * 0.5 * (1 + jnp.cos(jnp.pi * progress)))
+        progress = jnp.clip((done - warmup) / jnp.maximum(settings["total_steps"] - warmup, 1.0), 0.0, 1.0)
+        least = settings["min_ratio"]
+        return warm * (least + (1 - least) * 0.5 * (1 + jnp.cos(jnp.pi * progress)))
 
-    return schedule
+    return share
 
 
 def batch_scale(config: NoScaling | BatchScaling, batch_size: int) -> float:
@@ -140,7 +156,7 @@ class AdamAtan2State(NamedTuple):
     nu: Any
 
 
-def scale_by_adam_atan2(beta1: float, beta2: float) -> optax.GradientTransformation:
+def scale_by_adam_atan2(beta1: Array | float, beta2: Array | float) -> optax.GradientTransformation:
     def init(params: Any) -> AdamAtan2State:
         return AdamAtan2State(
             jnp.zeros((), jnp.int32),
@@ -153,14 +169,14 @@ def scale_by_adam_atan2(beta1: float, beta2: float) -> optax.GradientTransformat
         count = state.updates + 1
         mu = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.mu, grads)
         nu = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * jnp.square(g), state.nu, grads)
-        unbias1, unbias2 = (1 - jnp.float32(beta) ** count.astype(jnp.float32) for beta in (beta1, beta2))
+        unbias1, unbias2 = (1 - beta ** count.astype(jnp.float32) for beta in (beta1, beta2))
         updates = jax.tree.map(lambda m, v: jnp.arctan2(m / unbias1, jnp.sqrt(v / unbias2)), mu, nu)
         return updates, AdamAtan2State(count, mu, nu)
 
     return optax.GradientTransformation(init, update)
 
 
-def update_rows(table: Array, grads: RowGradients, learning_rate: Array, weight_decay: float) -> Array:
+def update_rows(table: Array, grads: RowGradients, learning_rate: Array, weight_decay: Array) -> Array:
     """Sign-SGD on the rows present, the gradients of a row that occurs more than once added first.
 
     They are added in an array as long as the table or as the batch, whichever is shorter: on several devices that array

@@ -23,7 +23,7 @@ from tinypod.config import Config
 from tinypod.errors import ConfigError
 
 AXES = ("data", "fsdp", "tensor")
-ROWS = ("data", "fsdp")  # the axes that the rows of a batch are split over
+BATCH_AXES = ("data", "fsdp")  # the axes that the rows of a batch are split over
 
 Rules = Sequence[tuple[str, PartitionSpec]]
 Tree = Any
@@ -79,16 +79,16 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def by_rows(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec(ROWS))
+def over_batch(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
-def num_row_shards(mesh: Mesh) -> int:
-    return math.prod(mesh.shape[axis] for axis in ROWS)
+def num_batch_shards(mesh: Mesh) -> int:
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def check_divides(mesh: Mesh, rows: int, key: str) -> None:
-    shards = num_row_shards(mesh)
+    shards = num_batch_shards(mesh)
     if rows % shards:
         raise ConfigError(
             f"{key}: {rows} rows do not divide over {shards} devices (mesh: data={mesh.shape['data']} × "

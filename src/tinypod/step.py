@@ -1,7 +1,10 @@
-"""The training state and the step `(state, source) -> (state, sums)`; pure functions, compiled by their callers.
+"""The training state and the step `(state, settings, number, feed) -> (state, sums)`: pure, compiled by its callers.
 
-All randomness of a step comes from the seed and the number of its batch, so that a state says everything about what
-follows. A batch's number is the step's, unless batches are left out: `source[SKIPPED]` names them.
+All randomness of a step comes from the seed and the number of its batch, which the host gives: a state, a number and
+the settings say everything about what follows. The number is the step's, plus the batches left out before it.
+
+`Settings` are what runs of one study may vary without another program: arrays, not constants of the program. With a
+leading dimension on state and settings, `vmap` makes the step of many runs.
 
 Each slice of the mesh's `data` axis differentiates its own rows, and gradients are added over the axis once a step, in
 float32. The partitioner, left alone, adds them at every use of a weight: in bfloat16, in every cycle.
@@ -14,35 +17,49 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from tinypod.errors import UserError
 from tinypod.optim import Optimizer, RowGradients, update_rows
-from tinypod.tasks.task import Task, Tree
-
-SKIPPED = "skipped_batches"  # int32 [n, 2]: first number and count, by number; rows of zeros leave nothing out
+from tinypod.tasks.task import Draw, Task, Tree, is_trained, merge, root_key, select
 
 
 class TrainState(NamedTuple):
     """Everything that a run carries from one step to the next."""
 
-    step: Array  # int32: updates done
+    step: Array  # int32: steps done
     params: dict[str, Tree]
     opt_state: Tree
     ema: dict[str, Tree]  # averages of the trained parameters; empty without EMA
     carry: Tree
 
 
-def make_init(task: Task, optimizer: Optimizer, seed: int, ema: bool) -> Callable[[], TrainState]:
-    def init() -> TrainState:
-        params = task.init_params(jax.random.fold_in(jax.random.key(seed), 0))
+class Settings(NamedTuple):
+    """Scalars, float32 but for the seed; for runs packed into one program, one of each a run."""
+
+    seed: Array  # uint32
+    ema_decay: Array  # 0 where no averages are kept
+    optimizer: dict[str, Array]
+    task: dict[str, Array]
+
+
+def make_settings(task: Task, optimizer: Optimizer, seed: int, ema_decay: float | None) -> Settings:
+    """On the host."""
+    settings = Settings(seed, ema_decay or 0.0, optimizer.settings, dict(task.varied))  # type: ignore[arg-type]
+    return jax.tree.map(np.float32, settings)._replace(seed=np.uint32(seed))
+
+
+def make_init(task: Task, optimizer: Optimizer, ema: bool) -> Callable[[Settings], TrainState]:
+    def init(settings: Settings) -> TrainState:
+        params = task.init_params(root_key(settings.seed, "weights"))
         trained = select_trained(task, params)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            opt_state=optimizer.chain.init(trained),
+            opt_state=optimizer.init(trained),
             ema=jax.tree.map(jnp.copy, trained) if ema else {},  # a copy: the two are donated apart
             carry=task.init_carry(params),
         )
@@ -51,11 +68,17 @@ def make_init(task: Task, optimizer: Optimizer, seed: int, ema: bool) -> Callabl
 
 
 def select_trained(task: Task, params: dict[str, Tree]) -> dict[str, Tree]:
-    return {name: value for name, value in params.items() if name not in (*task.frozen, *task.tables)}
+    return select(params, lambda path: is_trained(task, path))
+
+
+def draw_batch(task: Task, settings: Settings, number: Array, feed: Tree) -> Tree:
+    """The batch of a number."""
+    key = jax.random.fold_in(root_key(settings.seed, "batches"), number)
+    return task.draw(feed, Draw(number, key, root_key(settings.seed, "views")), settings.task)
 
 
 def bind_loss(
-    task: Task, params: dict[str, Tree], carry: Tree, batch: Tree
+    task: Task, params: dict[str, Tree], carry: Tree, batch: Tree, varied: Tree
 ) -> tuple[Callable[[Tree, Tree], Any], tuple[Tree, Tree], dict[str, Array]]:
     """The loss of a batch as a function of the trained parameters and the table rows it looks up, those two, and the
     rows' ids."""
@@ -63,26 +86,66 @@ def bind_loss(
     ids = task.lookup(carry)
 
     def loss(trained: Tree, rows: Tree) -> Any:
-        return task.loss(params | trained, rows, carry, batch)
+        return task.loss(merge(params, trained), rows, carry, batch, varied)
 
     return loss, (select_trained(task, params), {name: params[name][ids[name]] for name in ids}), ids
 
 
 def make_train_step(
-    task: Task, optimizer: Optimizer, seed: int, batch_size: int, accumulation: int, ema_decay: float | None, mesh: Mesh
-) -> Callable[[TrainState, Tree], tuple[TrainState, dict[str, Array]]]:
+    task: Task, optimizer: Optimizer, accumulation: int, ema: bool, mesh: Mesh
+) -> Callable[[TrainState, Settings, Array, Tree], tuple[TrainState, dict[str, Array]]]:
     """The step: draw, differentiate part by part, update, average."""
+    differentiate = _over_data_axis(_make_differentiate(task, accumulation), mesh)
 
-    def gradients(
-        params: dict[str, Tree], carry: Tree, batch: Tree
-    ) -> tuple[Tree, Tree, Tree, dict[str, RowGradients]]:
-        loss, arguments, ids = bind_loss(task, params, carry, batch)
-        (_, (carry, sums)), (grads, row_grads) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(*arguments)
+    def update(
+        state: TrainState, settings: Settings, share: Array, grads: Tree, row_grads: dict[str, RowGradients]
+    ) -> TrainState:
+        trained, values = select_trained(task, state.params), settings.optimizer
+        updates, opt_state = optimizer.update(grads, state.opt_state, trained, values, share)
+        trained = optax.apply_updates(trained, updates)
+        table_rate = values["table_learning_rate"] * share
+        tables = {
+            name: update_rows(state.params[name], row_grads[name], table_rate, values["table_weight_decay"])
+            for name in row_grads
+        }
+        decay = settings.ema_decay
+        averages = jax.tree.map(lambda e, p: decay * e + (1 - decay) * p, state.ema, trained) if ema else {}
+        return state._replace(params=merge(state.params, trained | tables), opt_state=opt_state, ema=averages)
+
+    def train_step(
+        state: TrainState, settings: Settings, number: Array, feed: Tree
+    ) -> tuple[TrainState, dict[str, Array]]:
+        batch = draw_batch(task, settings, number, feed)
+        grads, sums, carry, row_grads = differentiate(state.params, state.carry, batch, settings.task)
+        # The loss is a sum, and its gradients are divided here, in float32: a mean's would underflow in float16.
+        weight = jnp.where(sums["weight"] > 0, sums["weight"], 1.0)
+        grads = jax.tree.map(lambda g: g / weight, grads)
+        norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(sums["loss"] + norm + sum(jnp.sum(rows.values) for rows in row_grads.values()))
+
+        share = optimizer.share(settings.optimizer, state.step)
+        updated = update(state, settings, share, grads, row_grads)._replace(carry=carry)
+        # The carry stays too: what made the loss non-finite may be in the new one.
+        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
+        sums = jax.tree.map(lambda x: jnp.where(finite, x, 0), sums | {"grad_norm": norm, "updates": jnp.float32(1)})
+        facts = {"skipped": 1 - sums["updates"], "learning_rate": settings.optimizer["learning_rate"] * share}
+        return kept._replace(step=state.step + 1), sums | facts
+
+    return train_step
+
+
+def _make_differentiate(task: Task, accumulation: int) -> Callable[..., tuple[Tree, ...]]:
+    """(params, carry, batch, varied) -> gradients, sums, carry, gradients of table rows; part by part."""
+
+    def gradients(params: dict[str, Tree], carry: Tree, batch: Tree, varied: Tree) -> tuple[Tree, ...]:
+        loss, arguments, ids = bind_loss(task, params, carry, batch, varied)
+        (grads, row_grads), (carry, sums) = jax.grad(loss, argnums=(0, 1), has_aux=True)(*arguments)
         return grads, sums, carry, {name: RowGradients(ids[name], row_grads[name]) for name in ids}
 
-    def accumulate(
-        params: dict[str, Tree], carry: Tree, batch: Tree
-    ) -> tuple[Tree, Tree, Tree, dict[str, RowGradients]]:
+    if accumulation == 1:
+        return gradients
+
+    def accumulate(params: dict[str, Tree], carry: Tree, batch: Tree, varied: Tree) -> tuple[Tree, ...]:
         """The same over parts of the rows, one after the other.
 
         Part i takes every accumulation-th row from the i-th on: each device of the `fsdp` axis then has its share of
@@ -92,47 +155,14 @@ def make_train_step(
         zeros = jax.tree.map(jnp.zeros_like, select_trained(task, params))
 
         def add(total: Tree, part: Tree) -> tuple[Tree, Tree]:
-            grads, *rest = gradients(params, *part)
+            grads, *rest = gradients(params, *part, varied)
             return jax.tree.map(jnp.add, total, grads), rest
 
         grads, (sums, carry, row_grads) = jax.lax.scan(add, zeros, parts)
         carry, row_grads = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), (carry, row_grads))
         return grads, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums), carry, row_grads
 
-    differentiate = _over_data_axis(gradients if accumulation == 1 else accumulate, mesh)
-
-    def update(state: TrainState, grads: Tree, row_grads: dict[str, RowGradients], carry: Tree) -> TrainState:
-        trained = select_trained(task, state.params)
-        updates, opt_state = optimizer.chain.update(grads, state.opt_state, trained)
-        trained = optax.apply_updates(trained, updates)
-        tables = {
-            name: update_rows(
-                state.params[name],
-                row_grads[name],
-                optimizer.table_learning_rate(state.step),
-                optimizer.table_weight_decay,
-            )
-            for name in row_grads
-        }
-        ema = jax.tree.map(lambda e, p: ema_decay * e + (1 - ema_decay) * p, state.ema, trained) if ema_decay else {}
-        return TrainState(state.step, state.params | trained | tables, opt_state, ema, carry)
-
-    def train_step(state: TrainState, source: Tree) -> tuple[TrainState, dict[str, Array]]:
-        number = batch_number(state.step, source.get(SKIPPED))
-        batch = task.draw(source, jax.random.fold_in(jax.random.key(seed), number + 1))  # 0 was for the weights
-        grads, sums, carry, row_grads = differentiate(state.params, state.carry, batch)
-        # The loss is a sum, and its gradients are divided here, in float32: a mean's would underflow in float16.
-        grads = jax.tree.map(lambda g: g / batch_size, grads)
-        norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(sums["loss"] + norm + sum(jnp.sum(rows.values) for rows in row_grads.values()))
-
-        updated = update(state, grads, row_grads, carry)
-        # The carry stays too: what made the loss non-finite may be in the new one.
-        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
-        sums = jax.tree.map(lambda x: jnp.where(finite, x, 0), sums | {"grad_norm": norm, "updates": jnp.float32(1)})
-        return kept._replace(step=state.step + 1), sums | {"skipped": 1 - sums["updates"]}
-
-    return train_step
+    return accumulate
 
 
 def _over_data_axis(differentiate: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
@@ -141,8 +171,8 @@ def _over_data_axis(differentiate: Callable[..., Any], mesh: Mesh) -> Callable[.
     if mesh.shape["data"] == 1:
         return differentiate
 
-    def one_slice(params: dict[str, Tree], carry: Tree, batch: Tree) -> tuple[Tree, ...]:
-        grads, sums, *rows = differentiate(params, carry, batch)
+    def one_slice(params: dict[str, Tree], carry: Tree, batch: Tree, varied: Tree) -> tuple[Tree, ...]:
+        grads, sums, *rows = differentiate(params, carry, batch, varied)
         return *jax.lax.psum((grads, sums), "data"), *rows
 
     whole, rows = PartitionSpec(), PartitionSpec("data")
@@ -150,22 +180,14 @@ def _over_data_axis(differentiate: Callable[..., Any], mesh: Mesh) -> Callable[.
         one_slice,
         mesh=mesh,
         axis_names={"data"},  # the other axes are left to the partitioner
-        in_specs=(whole, rows, rows),
+        in_specs=(whole, rows, rows, whole),
         out_specs=(whole, whole, rows, rows),
         check_vma=False,
     )
 
 
-def batch_number(step: Array, skipped: Array | None) -> Array:
-    """The number of a step's batch: the step's own, and on by as many as are left out before it."""
-    number = step
-    for first, count in () if skipped is None else skipped:
-        number = jnp.where(number >= first, number + count, number)
-    return number
-
-
-def evaluation_params(state: TrainState, weights: str) -> dict[str, Tree]:
+def evaluation_params(params: dict[str, Tree], ema: dict[str, Tree], weights: str) -> dict[str, Tree]:
     """The parameters that evaluation uses: `live`, or `ema` where averages are kept."""
-    if weights == "ema" and not state.ema:
+    if weights == "ema" and not ema:
         raise UserError("this run keeps no averages (ema_decay is null); use the live weights")
-    return state.params | state.ema if weights == "ema" else state.params
+    return merge(params, ema) if weights == "ema" else params

@@ -11,7 +11,7 @@ from fixtures import CONFIGS, TINY, tiny_config, write_4x4
 from tinypod import cli, train
 from tinypod.data import puzzles, sudoku
 from tinypod.errors import UserError
-from tinypod.runs import folder as run
+from tinypod.runs.folder import Run
 
 runner = CliRunner()
 
@@ -20,7 +20,7 @@ runner = CliRunner()
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cli")
     data = write_4x4(folder / "data", num_sources=2)
-    train.train(tiny_config(data), run.Run(folder / "run"), Console(quiet=True))
+    train.train(tiny_config(data), Run(folder / "run"), Console(quiet=True))
     return folder / "run"
 
 
@@ -42,7 +42,7 @@ def refused(*arguments: object) -> str:
 def test_help_teaches() -> None:
     for command in ("train", "eval", "solve", "data", "weights"):
         assert command in ok("--help")
-    assert "goes on" in " ".join(ok("train", "--help").split()) or "continues" in ok("train", "--help")
+    assert "resume" in ok("train", "--help")
     assert "--halt-steps" in ok("eval", "--help")
     assert "--generate" in ok("data", "sudoku", "--help")
     assert "tinypod 0" in ok("--version")
@@ -53,9 +53,10 @@ def test_eval_prints_each_source_and_more_steps(trained: Path) -> None:
     assert "source0" in text
     assert "source1" in text
     assert " 21 " in text
-    assert '"halt_steps": 9' in ok("eval", trained, "--halt-steps", 9, "--json", "--weights", "live", "--limit", 5)
+    assert '"weights": "live"' in ok("eval", trained, "--halt-steps", 9, "--json", "--weights", "live", "--limit", 5)
+    assert "9 steps each" in ok("eval", trained, "--halt-steps", 9)
     other = write_4x4(trained.parent / "other", test=5, num_sources=2)
-    assert '"puzzles": 5.0' in ok("eval", trained, f"data.path={other}", "--json", "--checkpoint", "latest")
+    assert '"count": 5.0' in ok("eval", trained, f"data.path={other}", "--json", "--checkpoint", "latest")
 
 
 def test_solve_takes_characters_files_and_held_out_puzzles(trained: Path, tmp_path: Path) -> None:
@@ -143,8 +144,8 @@ def test_weights_go_out_and_come_in(trained: Path, tmp_path: Path) -> None:
     assert a.keys() == b.keys()
     assert all(torch.equal(a[key], b[key]) for key in a)
     assert (
-        ok("eval", tmp_path / "run", "--json").split('"halt_steps"')[1]
-        == ok("eval", trained, "--json").split('"halt_steps"')[1]
+        ok("eval", tmp_path / "run", "--json").split('"weights"')[1]
+        == ok("eval", trained, "--json").split('"weights"')[1]
     )
     assert "another model" in refused(
         "weights", "import", tmp_path / "w.pt", config, tmp_path / "x", "model.num_layers=3"

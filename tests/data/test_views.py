@@ -59,28 +59,29 @@ def test_views_reach_every_symmetry_of_the_4x4() -> None:
     assert {tuple(c) for c in np.asarray(cells).tolist()} == expected
 
 
-def draw(source: views.Source, arrays, seed: int, count: int = 512):
-    return jax.jit(lambda a, k: views.draw_examples(source, a, k, count))(arrays, jax.random.key(seed))
+def draw(sampler: views.Sampler, arrays, seed: int, count: int = 512, views_seed: int = 7):
+    keys = jax.random.key(seed), jax.random.key(views_seed)
+    return jax.jit(lambda a, k, v: views.draw_examples(sampler, a, k, v, count))(arrays, *keys)
 
 
 def test_fixed_views_are_limited_and_the_same_in_every_draw() -> None:
     split = split_4x4(3)
     arrays = views.device_arrays(split)
-    source = views.Source(views.sudoku_view((2, 2), 6), augmentations=5, seed=7, grouped=False)
-    seen = [{tuple(row) for row in np.asarray(draw(source, arrays, seed)["inputs"]).tolist()} for seed in (1, 2)]
+    sampler = views.Sampler(views.sudoku_view((2, 2), 6), augmentations=5, grouped=False)
+    seen = [{tuple(row) for row in np.asarray(draw(sampler, arrays, seed)["inputs"]).tolist()} for seed in (1, 2)]
     assert seen[0] == seen[1]
     assert 3 < len(seen[0]) <= 3 * 6
     assert {tuple(row) for row in split.inputs.tolist()} <= seen[0]  # a puzzle itself is one of its views
-    endless = views.Source(source.view, augmentations=None, seed=7, grouped=False)
+    endless = views.Sampler(sampler.view, augmentations=None, grouped=False)
     assert len({tuple(row) for row in np.asarray(draw(endless, arrays, 1)["inputs"]).tolist()}) > 100
-    other_seed = views.Source(source.view, augmentations=5, seed=8, grouped=False)
-    assert {tuple(row) for row in np.asarray(draw(other_seed, arrays, 1)["inputs"]).tolist()} != seen[0]
+    other = draw(sampler, arrays, 1, views_seed=8)["inputs"]
+    assert {tuple(row) for row in np.asarray(other).tolist()} != seen[0]
 
 
 def test_no_augmentation_draws_the_rows_themselves_evenly() -> None:
     split = split_4x4(4)
-    source = views.Source(views.sudoku_view((2, 2), 6), augmentations=0, seed=0, grouped=False)
-    inputs = np.asarray(draw(source, views.device_arrays(split), 0, 4000)["inputs"])
+    sampler = views.Sampler(views.sudoku_view((2, 2), 6), augmentations=0, grouped=False)
+    inputs = np.asarray(draw(sampler, views.device_arrays(split), 0, 4000)["inputs"])
     counts = [int((inputs == row).all(axis=1).sum()) for row in split.inputs]
     assert sum(counts) == 4000
     assert min(counts) > 850  # 1 000 expected, sd 27
@@ -89,8 +90,8 @@ def test_no_augmentation_draws_the_rows_themselves_evenly() -> None:
 def test_unlabelled_cells_are_marked() -> None:
     split = split_4x4(2)
     split.labels[:, 3] = 0
-    source = views.Source(None, augmentations=None, seed=0, grouped=False)
-    labels = np.asarray(draw(source, views.device_arrays(split), 0, 8)["labels"])
+    sampler = views.Sampler(None, augmentations=None, grouped=False)
+    labels = np.asarray(draw(sampler, views.device_arrays(split), 0, 8)["labels"])
     assert (labels[:, 3] == views.IGNORED_LABEL).all()
     assert (np.delete(labels, 3, axis=1) >= 2).all()
 
@@ -103,8 +104,8 @@ def test_groups_are_drawn_by_weight_and_evenly_inside() -> None:
         "group_offsets": jnp.array([0, 2, 10]),
         "group_cdf": jnp.array([0.75, 1.0]),
     }
-    source = views.Source(None, None, 0, grouped=True)
-    ids = np.asarray(draw(source, arrays, 0, 8000)["identifiers"])
+    sampler = views.Sampler(None, None, grouped=True)
+    ids = np.asarray(draw(sampler, arrays, 0, 8000)["identifiers"])
     counts = np.bincount(ids, minlength=10)
     assert counts[:2].min() > 2800  # 3 000 expected each
     assert counts[2:].min() > 180  # 250 expected each

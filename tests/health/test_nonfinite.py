@@ -10,14 +10,15 @@ from rich.console import Console
 from fixtures import tiny_config, write_4x4
 from poison import poisoned
 from test_train import assert_same_states, state_at
-from tinypod import experiment, train
+from tinypod import experiment, tasks, train
 from tinypod.cluster.startup import Cluster
 from tinypod.errors import NonFiniteError, UserError
 from tinypod.experiment import NonFiniteConfig
 from tinypod.health import goodput
 from tinypod.health import nonfinite as rollback
-from tinypod.runs import folder as run
+from tinypod.runs.folder import Run
 from tinypod.runs.metrics import MetricsLog
+from tinypod.runs.saver import about, open_checkpoints
 
 SETTINGS = ("steps=12", "checkpoint.every_steps=4", "checkpoint.keep_last=9", "eval.every_steps=null")
 
@@ -29,7 +30,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(data: Path, folder: Path, *overrides: str) -> str:
     console = Console(file=StringIO(), width=200)
-    train.train(tiny_config(data, *SETTINGS, *overrides), run.Run(folder), console)
+    train.train(tiny_config(data, *SETTINGS, *overrides), Run(folder), console)
     return console.file.getvalue()
 
 
@@ -52,7 +53,7 @@ def test_batches_have_numbers_that_leaving_out_moves_up(tmp_path: Path) -> None:
     assert kept.skipped == [(100, 10), (98, 4)]
     again = rollbacks(tmp_path)
     assert again.skipped == kept.skipped
-    assert [again._number(step) for step in (97, 98, 99)] == [97, 112, 113]
+    assert [again.number(step) for step in (97, 98, 99)] == [97, 112, 113]
     assert again.allowed
     assert not rollbacks(tmp_path, most=2).allowed
 
@@ -64,7 +65,7 @@ def test_a_damaged_list_is_told(tmp_path: Path) -> None:
 
 
 def test_a_few_bad_steps_are_skipped_and_counted(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experiment, "build_task", poisoned(experiment.build_task, 0, {5, 6}))
+    monkeypatch.setitem(tasks.KINDS, "puzzle", poisoned(tasks.KINDS["puzzle"], {5, 6}))
     trained(data, tmp_path / "run", "nonfinite.rollback_after=3")
     rows = {row["step"]: row for row in MetricsLog(tmp_path / "run").read() if "train/loss" in row}
     assert [step for step, row in rows.items() if "train/skipped" in row] == [6, 8]
@@ -80,7 +81,7 @@ def test_a_rolled_back_run_ends_as_if_the_bad_batches_had_never_been(
     (tmp_path / "reference").mkdir()
     (tmp_path / "reference" / rollback.FILE).write_text(json.dumps([{"first_batch": 5, "batches": 3}]))
     trained(data, tmp_path / "reference")
-    monkeypatch.setattr(experiment, "build_task", poisoned(experiment.build_task, 0, {5, 6, 7}))
+    monkeypatch.setitem(tasks.KINDS, "puzzle", poisoned(tasks.KINDS["puzzle"], {5, 6, 7}))
     output = trained(data, tmp_path / "run", "nonfinite.rollback_after=3")
     assert "steps 6 to 8 were not finite: back from step 8 to step 4, their 3 batches are left out" in output
     assert_same_states(*(state_at(data, tmp_path / name, 12) for name in ("reference", "run")))
@@ -108,7 +109,7 @@ def test_no_checkpoint_from_among_bad_steps_takes_the_place_of_a_good_one(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Saves every 2 steps, two are kept, six bad steps: the one of step 4 must still be there."""
-    monkeypatch.setattr(experiment, "build_task", poisoned(experiment.build_task, 0, set(range(5, 11))))
+    monkeypatch.setitem(tasks.KINDS, "puzzle", poisoned(tasks.KINDS["puzzle"], set(range(5, 11))))
     few = ("nonfinite.rollback_after=6", "checkpoint.every_steps=2", "checkpoint.keep_last=2", "log.every_steps=1")
     assert "back from step 11 to step 4" in trained(data, tmp_path / "run", *few)
 
@@ -120,9 +121,9 @@ def test_a_rollback_to_the_beginning_keeps_weights_that_were_given(
     built = experiment.build(config)
     state = built.init()
     state = state._replace(params=state.params | {"head": state.params["head"] * 0 + 7})
-    checkpoints = run.open_checkpoints(run.Run(tmp_path / "run"), config)
-    checkpoints.save(state, run.about(built))
+    checkpoints = open_checkpoints(Run(tmp_path / "run"), built, {})
+    checkpoints.save(state, about(built))
     checkpoints.close()
-    monkeypatch.setattr(experiment, "build_task", poisoned(experiment.build_task, 0, {0, 1}))
+    monkeypatch.setitem(tasks.KINDS, "puzzle", poisoned(tasks.KINDS["puzzle"], {0, 1}))
     trained(data, tmp_path / "run", "nonfinite.rollback_after=2", "log.every_steps=1", "optimizer.learning_rate=0.0")
     assert (state_at(data, tmp_path / "run", 12)["params.head"] == 7).all()

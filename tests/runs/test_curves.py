@@ -11,6 +11,8 @@ from matplotlib.image import imread
 from tinypod.runs import curves as report
 from tinypod.runs.curves import plot_curves, summary
 from tinypod.runs.metrics import MetricsLog
+from tinypod.tasks.puzzle_scores import HEADLINE
+from tinypod.tasks.task import Metric
 
 
 @pytest.fixture
@@ -48,7 +50,7 @@ def test_curves_show_what_was_logged(tmp_path: Path, drawn: list[Figure]) -> Non
         (20, {"train/loss": 0.1, "train/exact_accuracy": 0.3, "train/cell_accuracy": 0.6}),
         (20, {"eval/exact_accuracy": 0.25, "eval/cell_accuracy": 0.75}),
     )
-    path = plot_curves(tmp_path)
+    path = plot_curves(tmp_path, HEADLINE)
     assert path == tmp_path / "curves.png"
     assert [file.name for file in sorted(tmp_path.iterdir())] == ["curves.png", "metrics.jsonl"]
     image = imread(path)
@@ -58,15 +60,23 @@ def test_curves_show_what_was_logged(tmp_path: Path, drawn: list[Figure]) -> Non
     assert left.get_yscale() == "log"  # 2.0 is more than ten times 0.1
     np.testing.assert_array_equal(_curves(left)["as logged"], [[10, 2.0], [20, 0.1]])
     curves = _curves(right)
-    np.testing.assert_allclose(curves["train, whole puzzle"], [[10, 10], [20, 30]])
-    np.testing.assert_allclose(curves["train, cells"], [[10, 50], [20, 60]])
-    np.testing.assert_allclose(curves["eval, whole puzzle"], [[20, 25]])
-    np.testing.assert_allclose(curves["eval, cells"], [[20, 75]])
+    np.testing.assert_allclose(curves["train, exact"], [[10, 0.1], [20, 0.3]])
+    np.testing.assert_allclose(curves["train, cells"], [[10, 0.5], [20, 0.6]])
+    np.testing.assert_allclose(curves["eval, exact"], [[20, 0.25]])
+    np.testing.assert_allclose(curves["eval, cells"], [[20, 0.75]])
+
+
+def test_a_metric_that_is_no_share_has_a_plain_axis(tmp_path: Path, drawn: list[Figure]) -> None:
+    _write(tmp_path, (1, {"train/loss": 4.0, "eval/perplexity": 54.0}), (2, {"eval/perplexity": 33.0}))
+    plot_curves(tmp_path, (Metric("perplexity", "perplexity", "min", ".2f"), Metric("right", "right", "max", ".1%")))
+    right = drawn[0].axes[1]
+    np.testing.assert_allclose(_curves(right)["eval, perplexity"], [[1, 54], [2, 33]])
+    assert right.get_ylim()[1] > 33
 
 
 def test_loss_within_a_decade_stays_linear_and_broken_values_are_counted(tmp_path: Path, drawn: list[Figure]) -> None:
     _write(tmp_path, (1, {"train/loss": 2.0}), (2, {"train/loss": float("nan")}), (3, {"train/loss": 1.0}))
-    plot_curves(tmp_path)
+    plot_curves(tmp_path, HEADLINE)
     left, right = drawn[0].axes
     assert left.get_yscale() == "linear"
     np.testing.assert_array_equal(_curves(left)["as logged"], [[1, 2.0], [3, 1.0]])
@@ -77,20 +87,20 @@ def test_loss_within_a_decade_stays_linear_and_broken_values_are_counted(tmp_pat
 @pytest.mark.parametrize("loss", [0.0, -1.0])
 def test_a_loss_that_has_no_logarithm_is_drawn(tmp_path: Path, drawn: list[Figure], loss: float) -> None:
     _write(tmp_path, (1, {"train/loss": 100.0}), (2, {"train/loss": loss}))
-    plot_curves(tmp_path)
+    plot_curves(tmp_path, HEADLINE)
     assert drawn[0].axes[0].get_yscale() == "linear"
 
 
 @pytest.mark.parametrize("name", ["train/loss", "eval/exact_accuracy", "perf/examples_per_s"])
 def test_any_one_column_is_enough(tmp_path: Path, name: str) -> None:
     _write(tmp_path, (0, {name: 0.5}))
-    assert plot_curves(tmp_path) == tmp_path / "curves.png"
+    assert plot_curves(tmp_path, HEADLINE) == tmp_path / "curves.png"
 
 
 def test_an_empty_log_makes_no_picture(tmp_path: Path) -> None:
-    assert plot_curves(tmp_path) is None
+    assert plot_curves(tmp_path, HEADLINE) is None
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "ti')
-    assert plot_curves(tmp_path) is None
+    assert plot_curves(tmp_path, HEADLINE) is None
     assert not (tmp_path / "curves.png").exists()
 
 
@@ -107,7 +117,7 @@ def test_pictures_are_drawn_in_threads(tmp_path: Path) -> None:
     runs = [tmp_path / str(number) for number in range(3)]
     for run_dir in runs:
         _write(run_dir, (1, {"train/loss": 1.0}))
-    threads = [threading.Thread(target=plot_curves, args=(run_dir,)) for run_dir in runs]
+    threads = [threading.Thread(target=plot_curves, args=(run_dir, HEADLINE)) for run_dir in runs]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -129,7 +139,6 @@ def test_summary(tmp_path: Path) -> None:
     assert result == {
         "steps": 4,
         "eval": {"eval/exact_accuracy": 0.5, "eval/cell_accuracy": 0.9},
-        "best": {"step": 2, "exact_accuracy": 0.75},
         "examples_per_s": 30.0,
         "wall_s": 25.5,
     }
@@ -140,7 +149,6 @@ def test_summary_of_an_empty_log(tmp_path: Path) -> None:
         "steps": 0,
         "final_loss": None,
         "eval": {},
-        "best": None,
         "examples_per_s": None,
         "wall_s": 0.0,
     }

@@ -1,7 +1,4 @@
-"""The pre-flight checks. A check is a function of the probe; what an earlier one built (the experiment, the compiled
-step, the state) serves the later ones. It returns what it found, or raises: Failed (or any error that is meant for a
-user) for a property that does not hold, Skipped for one that cannot be tried here.
-"""
+"""The pre-flight checks, each a function of the probe; what an earlier one built serves the later ones."""
 
 import hashlib
 import json
@@ -9,84 +6,28 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from contextlib import closing
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
-from rich.console import Console
 
-from tinypod import __version__, sharding, step
-from tinypod.cluster.startup import Cluster
-from tinypod.data.puzzles import Split
+from tinypod import __version__, sharding
+from tinypod.check.probe import Failed, Found, Probe, Skipped, compile_step, losses_of, take_steps
 from tinypod.errors import UserError
-from tinypod.experiment import Experiment, ExperimentConfig, build
+from tinypod.experiment import Experiment, build
+from tinypod.health.memory import is_out_of_memory, step_bytes
 from tinypod.health.recompiles import CompileGuard
 from tinypod.health.replicas import make_replica_check
-from tinypod.optim import Constant, build_optimizer
-from tinypod.runs import folder as run
 from tinypod.runs import storage
 from tinypod.runs.checkpoints import Checkpoints
-from tinypod.runs.checksums import checksums, flatten
+from tinypod.runs.checksums import flatten
+from tinypod.runs.saver import about
+from tinypod.runs.terminal import size as size_text
+from tinypod.step import draw_batch
 
 COMPARED_STEPS = 3  # on one device and on all; more would measure how fast rounding errors grow
 MIN_FALL = 0.01  # of the loss on a batch that is repeated, which has no noise but rounding
-CHANCE = 1e-6  # parts of a batch that are equal by a smaller chance than this were not drawn apart
-VIEWS = 1_000_000  # a puzzle's symmetries, where they are drawn anew each time
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a check that passed has to say; `same` must be equal in all processes."""
-
-    text: str
-    figures: dict[str, float] = field(default_factory=dict)
-    same: dict[str, str] = field(default_factory=dict)
-
-
-class Failed(UserError):
-    """The property does not hold."""
-
-
-class Skipped(Exception):
-    """It cannot be tried here."""
-
-
-@dataclass
-class Probe:
-    """What the checks share; each fills in what it builds."""
-
-    config: ExperimentConfig | UserError  # the error, if it could not be loaded
-    cluster: Cluster = field(default_factory=Cluster)
-    steps: int = 20
-    scratch: str = ""  # a folder of our own, local or gs://, which exists or can be made
-    console: Console = field(default_factory=lambda: Console(quiet=True))
-    # Filled in by `check_data` and `check_step`.
-    experiment: Experiment = field(init=False)
-    split: Split = field(init=False)
-    source: Any = field(init=False)
-    compiled: Any = field(init=False)
-    compile_s: float = field(init=False)
-    state: step.TrainState = field(init=False)
-    losses: list[float] = field(init=False)
-    grad_norms: list[float] = field(init=False)
-    step_s: list[float] = field(default_factory=list)
-
-    def needs_devices(self, what: str) -> None:
-        if self.experiment.mesh.size == 1:
-            raise Skipped(f"one device: {what}")
-
-    def alone(self) -> Experiment:
-        """The same experiment on one device of this process."""
-        one = sharding.MeshConfig(data=1, fsdp=1, tensor=1)
-        return build(self.experiment.config.model_copy(update={"mesh": one}), [jax.local_devices()[0]])
-
-    def gather(self, values: np.ndarray) -> np.ndarray:
-        """The same array of every process: [processes, ...]."""
-        if self.cluster.count == 1:
-            return values[None]
-        return np.asarray(multihost_utils.process_allgather(values))
 
 
 def check_data(probe: Probe) -> Found:
@@ -94,24 +35,20 @@ def check_data(probe: Probe) -> Found:
     if isinstance(probe.config, UserError):
         raise probe.config
     config = probe.config
-    experiment = build(config, console=probe.console)
+    probe.experiment = experiment = build(config, console=probe.console)
     experiment.check_batch()
-    probe.experiment, probe.split = experiment, experiment.read_split(config.data.train_split)
-    held_out = experiment.read_split(config.data.eval_split)
-    shards = sharding.num_row_shards(experiment.mesh)
+    task = experiment.task
+    probe.feed = task.open_feed(experiment.mesh)
+    held_out = task.open_evaluation(None).rows
+    shards = sharding.num_batch_shards(experiment.mesh)
     parts = f" in {config.accumulation} parts" if config.accumulation > 1 else ""
     return Found(
-        f"{len(probe.split):,} training and {len(held_out):,} held-out puzzles of {experiment.info.seq_len} cells, "
-        f"hashes right; batch {config.batch_size}{parts} over {_mesh_text(experiment)}: "
-        f"{config.batch_size // shards} rows a device",
-        {
-            "train_rows": len(probe.split),
-            "held_out_rows": len(held_out),
-            "rows_per_device": config.batch_size // shards,
-        },
+        f"{task.train_rows:,} training and {held_out:,} held-out {task.unit}, hashes right; batch "
+        f"{config.batch_size}{parts} over {_mesh_text(experiment)}: {config.batch_size // shards} rows a device",
+        {"train_rows": task.train_rows, "held_out_rows": held_out, "rows_per_device": config.batch_size // shards},
         {
             "the config": _digest(config.model_dump(mode="json", exclude={"data": {"path"}, "compile_cache": True})),
-            "the dataset": _digest({name: split.sha256 for name, split in experiment.info.splits.items()}),
+            "the dataset": _digest(dict(task.fingerprint)),
             "the version of tinypod": __version__,
             "the version of JAX": jax.__version__,
         },
@@ -119,46 +56,42 @@ def check_data(probe: Probe) -> Found:
 
 
 def check_rows(probe: Probe) -> Found:
-    """The batch of one step, its rows spread over the mesh, against the same batch drawn on one device."""
+    """The batch of one step, its rows spread over the mesh, against the same batch made on one device."""
     experiment, rows = probe.experiment, probe.experiment.config.batch_size
     probe.needs_devices("it draws every row")
-    spread = _draw(experiment, experiment.put_source(probe.split), sharding.by_rows(experiment.mesh))
+    spread = _draw(experiment, probe.feed(0))
     alone = probe.alone()
-    whole = jax.device_get(_draw(alone, alone.put_source(probe.split), sharding.by_rows(alone.mesh)))
+    with closing(alone.task.open_feed(alone.mesh)) as feed:
+        whole = jax.device_get(_draw(alone, feed(0)))
     held, wrong = _compare_rows(spread, whole, rows)
     times_held = probe.gather(held).sum(axis=0)
     wrong_rows = np.flatnonzero(probe.gather(wrong).any(axis=0))
     if wrong_rows.size:
-        raise Failed(f"not as in the batch drawn on one device: {_numbered('row', wrong_rows)} of {rows}")
+        raise Failed(f"not as in the batch made on one device: {_numbered('row', wrong_rows)} of {rows}")
     if (odd := np.flatnonzero(times_held != 1)).size:
         raise Failed(f"drawn {times_held[odd[0]]} times instead of once: {_numbered('row', odd)} of {rows}")
+    contents = _row_contents(whole)
     by_process = probe.cluster.count > 1
-    parts = probe.cluster.count if by_process else sharding.num_row_shards(experiment.mesh)
-    _check_parts_differ(probe, whole, parts, "process" if by_process else "device")
-    distinct = len(set(_row_contents(whole)))
+    parts = probe.cluster.count if by_process else sharding.num_batch_shards(experiment.mesh)
     groups = "devices" if parts == experiment.mesh.size else "groups of devices"
-    holders = f"{parts} {'processes' if by_process else groups}"
     return Found(
-        f"{holders} draw different rows, {rows} in all, each once, to the bit those of one device; "
-        f"{distinct} of them distinct",
-        {"rows": rows, "distinct_rows": distinct},
-        {"the global batch": _digest([row.hex() for row in _row_contents(whole)])},
+        f"{parts} {'processes' if by_process else groups} hold {rows} rows, each once, to the bit those of one device; "
+        f"{len(set(contents))} of them distinct",
+        {"rows": rows, "distinct_rows": len(set(contents))},
+        {"the global batch": _digest([row.hex() for row in contents])},
     )
 
 
 def check_step(probe: Probe) -> Found:
     """Compile the step as `train` does, and take a few."""
     experiment = probe.experiment
-    probe.source = experiment.put_source(probe.split)
-    state = experiment.init()
-    probe.compiled, probe.compile_s = _compile(experiment.train_step, state, probe.source)
-    probe.state, sums = _take(probe.compiled, state, probe.source, COMPARED_STEPS)
-    probe.losses, probe.grad_norms = _losses(experiment, sums), [float(part["grad_norm"]) for part in sums]
-    weights = sum(math.prod(x.shape) for x in jax.tree.leaves(experiment.abstract_state.params))
+    probe.compiled, probe.compile_s = compile_step(experiment, probe.feed)
+    probe.state, sums = take_steps(experiment, probe.compiled, experiment.init(), probe.feed, COMPARED_STEPS)
+    probe.losses, probe.grad_norms = losses_of(experiment, sums), [float(part["grad_norm"]) for part in sums]
     return Found(
-        f"{weights:,} weights, {experiment.config.model.dtype}; compiled in {probe.compile_s:.1f} s; losses of "
-        f"{len(sums)} steps {_listed(probe.losses)}, gradient norm {probe.grad_norms[0]:.4g}, all finite",
-        {"weights": weights, "compile_s": probe.compile_s, "first_loss": probe.losses[0]},
+        f"{experiment.num_weights:,} weights, {experiment.config.model.dtype}; compiled in {probe.compile_s:.1f} s; "
+        f"losses of {len(sums)} steps {_listed(probe.losses)}, gradient norm {probe.grad_norms[0]:.4g}, all finite",
+        {"weights": experiment.num_weights, "compile_s": probe.compile_s, "first_loss": probe.losses[0]},
     )
 
 
@@ -171,7 +104,7 @@ def check_replicas(probe: Probe) -> Found:
     if not copied:
         raise Skipped("the mesh leaves no array with a copy")
     compare = make_replica_check(experiment.mesh, specs)
-    first, _ = _take(probe.compiled, experiment.init(), probe.source, 1)
+    first, _ = take_steps(experiment, probe.compiled, experiment.init(), probe.feed, 1)
     compare(_replicated_parts(first))
     compare(_replicated_parts(probe.state))
     return Found(
@@ -186,14 +119,14 @@ def check_one_device(probe: Probe) -> Found:
     probe.needs_devices("nothing to compare it with")
     try:
         alone = probe.alone()
-        state, source = alone.init(), alone.put_source(probe.split)
-        sums = _take(_compile(alone.train_step, state, source)[0], state, source, COMPARED_STEPS)[1]
+        with closing(alone.task.open_feed(alone.mesh)) as feed:
+            sums = take_steps(alone, compile_step(alone, feed)[0], alone.init(), feed, COMPARED_STEPS)[1]
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not is_out_of_memory(error):
             raise
         raise Skipped("the whole batch does not fit one device; try it with a smaller batch_size=") from None
     tolerance = loss_tolerance(probe.experiment.config.model.dtype, jax.default_backend())
-    losses = _losses(alone, sums)
+    losses = losses_of(alone, sums)
     loss = max(_relative(a, b) for a, b in zip(losses, probe.losses, strict=True))
     norm = _relative(float(sums[0]["grad_norm"]), probe.grad_norms[0])
     text = (
@@ -213,12 +146,12 @@ def check_checkpoint(probe: Probe) -> Found:
     """Every process saves, restores, and compares its own shards."""
     folder = storage.folder(probe.scratch)
     _check_shared(probe, folder)
-    jax.block_until_ready(checksums(flatten(probe.state)))  # compiles what every save needs: not counted
-    began = time.perf_counter()
     timeout_s = math.ceil(probe.experiment.config.health.save_timeout_s)
     checkpoints = Checkpoints(folder / "checkpoints", keep_last=1, timeout_s=timeout_s)
+    checkpoints.prepare(probe.experiment.abstract_state)  # compiles what every save needs: not counted
+    began = time.perf_counter()
     try:
-        checkpoints.save(probe.state, run.about(probe.experiment))
+        checkpoints.save(probe.state, about(probe.experiment))
         checkpoints.wait()
         saved_s = time.perf_counter() - began
         restored = checkpoints.restore(int(probe.state.step), probe.experiment.abstract_state)
@@ -235,23 +168,29 @@ def check_checkpoint(probe: Probe) -> Found:
         )
     size = sum(x.nbytes for x in before)
     return Found(
-        f"{len(names)} arrays, {_size(size)}, restored bit for bit; saved in {saved_s:.1f} s, "
+        f"{len(names)} arrays, {size_text(size)}, restored bit for bit; saved in {saved_s:.1f} s, "
         f"read in {restored_s:.1f} s",
         {"arrays": len(names), "bytes": size, "save_s": saved_s, "restore_s": restored_s},
     )
 
 
 def check_learning(probe: Probe) -> Found:
-    """The loss of one batch, over and over, from the start of its recursion: only the weights can change it."""
+    """The loss of one batch, over and over, each time with a fresh carry: only the weights can change it. It is the
+    same program: the batch's number and the rate without warm-up are its arguments."""
     experiment, state = probe.experiment, probe.experiment.init()
-    compiled, _ = _compile(_repeating_step(experiment), state, probe.source)
-    losses = _losses(experiment, _take(compiled, state, probe.source, probe.steps)[1])
+    settings, number = experiment.put_settings(warmup_steps=0), experiment.put(np.int32(0))
+    fresh = jax.jit(experiment.task.init_carry, out_shardings=experiment.state_shardings.carry)
+    sums = []
+    for _ in range(probe.steps):
+        state, one = probe.compiled(state, settings, number, probe.feed(0))
+        state = state._replace(carry=fresh(state.params))
+        sums.append(one)
+    losses = losses_of(experiment, jax.device_get(sums))
     fall = 1 - losses[-1] / losses[0]
-    rate = experiment.config.optimizer.learning_rate
     text = (
         f"loss of one repeated batch {losses[0]:.4f} → {losses[-1]:.4f}, "
         f"{abs(fall):.1%} {'less' if fall >= 0 else 'more'}, in {len(losses)} steps at the full rate (optimizer."
-        f"learning_rate={rate:g}, no warm-up)"
+        f"learning_rate={experiment.config.optimizer.learning_rate:g}, no warm-up)"
     )
     if not fall >= MIN_FALL:
         raise Failed(f"{text}; at least {MIN_FALL:.0%} less was expected. Raise the rate if it is low, or --steps")
@@ -261,13 +200,15 @@ def check_learning(probe: Probe) -> Found:
 def check_one_trace(probe: Probe) -> Found:
     """Steps of the program that `train` runs; also what `check_speed` reports."""
     probe.step_s = []
+    experiment, settings = probe.experiment, probe.experiment.put_settings()
     with CompileGuard(lambda: "stepping") as guard:
         compare = _loop_replica_check(probe)
-        guard.warm("stepping")
-        for _ in range(probe.steps):
+        guard.warm()
+        for number in range(probe.steps):
+            inputs = experiment.put(np.int32(number)), probe.feed(number)
             began = time.perf_counter()
             try:
-                probe.state, sums = probe.compiled(probe.state, probe.source)
+                probe.state, sums = probe.compiled(probe.state, settings, *inputs)
             except TypeError as error:
                 raise Failed(f"a step changes the types of its state, and must be compiled again: {error}") from error
             jax.block_until_ready(sums)
@@ -287,15 +228,14 @@ def check_speed(probe: Probe) -> Found:
         f"{1 / seconds:,.3g} steps/s (median of {len(probe.step_s)}, each waited for), "
         f"{batch / seconds:,.0f} examples/s; compiled in {probe.compile_s:.1f} s"
     )
-    if (needed := _step_bytes(probe.compiled)) is not None:
+    if (needed := step_bytes(probe.compiled)) is not None:
         figures["step_bytes"] = needed
-        text += f"; a step needs {_size(needed)} a device"
+        text += f"; a step needs {size_text(needed)} a device"
     memory = [device.memory_stats() or {} for device in jax.local_devices()]
-    peak = max((stats.get("peak_bytes_in_use", 0) for stats in memory), default=0)
-    if peak:
+    if peak := max((stats.get("peak_bytes_in_use", 0) for stats in memory), default=0):
         figures["peak_bytes"] = peak
         limit = memory[0].get("bytes_limit")
-        text += f", all checks at most {_size(peak)}" + (f" of {_size(limit)}" if limit else "")
+        text += f", all checks at most {size_text(peak)}" + (f" of {size_text(limit)}" if limit else "")
     return Found(text, figures)
 
 
@@ -306,64 +246,13 @@ def loss_tolerance(dtype: str, backend: str) -> float:
     return 3e-2
 
 
-def _compile(function: Any, state: step.TrainState, source: Any) -> tuple[Any, float]:
-    began = time.perf_counter()
-    compiled = function.lower(state, source).compile()
-    return compiled, time.perf_counter() - began
-
-
-def _take(compiled: Any, state: step.TrainState, source: Any, steps: int) -> tuple[step.TrainState, list[Any]]:
-    sums = []
-    for _ in range(steps):
-        state, one = compiled(state, source)
-        sums.append(one)
-    return state, jax.device_get(sums)
-
-
-def _losses(experiment: Experiment, sums: list[Any]) -> list[float]:
-    for number, part in enumerate(sums):
-        if part["skipped"]:
-            raise Failed(
-                f"loss or gradients are not finite at step {number + 1}; lower optimizer.learning_rate, set "
-                "optimizer.clip_norm=1.0, or use model.dtype=float32"
-            )
-    return [experiment.task.summarise({name: float(x) for name, x in part.items()})["loss"] for part in sums]
-
-
-def _repeating_step(experiment: Experiment) -> Any:
-    """The step at the full rate, with the same batch each time and each time from its first recursion."""
-    config, task = experiment.config, experiment.task
-
-    def draw(source: Any, key: jax.Array) -> Any:
-        return task.draw(source, _batch_key(config.seed))
-
-    optimizer_config = config.optimizer.model_copy(update={"schedule": Constant()})
-    optimizer = build_optimizer(optimizer_config, config.batch_size, config.steps)
-    train_step = step.make_train_step(
-        replace(task, draw=draw),
-        optimizer,
-        config.seed,
-        config.batch_size,
-        config.accumulation,
-        config.ema_decay,
-        experiment.mesh,
+def _draw(experiment: Experiment, feed: Any) -> Any:
+    """The first batch, as the step makes it."""
+    draw = jax.jit(
+        lambda settings, number, feed: draw_batch(experiment.task, settings, number, feed),
+        out_shardings=sharding.over_batch(experiment.mesh),
     )
-
-    def repeating_step(state: step.TrainState, source: Any) -> tuple[step.TrainState, Any]:
-        state, sums = train_step(state, source)
-        return state._replace(carry=task.init_carry(state.params)), sums
-
-    shardings, whole = experiment.state_shardings, sharding.replicated(experiment.mesh)
-    return jax.jit(repeating_step, donate_argnums=0, in_shardings=(shardings, whole), out_shardings=(shardings, whole))
-
-
-def _batch_key(seed: int) -> jax.Array:
-    return jax.random.fold_in(jax.random.key(seed), 1)  # as the first step has it
-
-
-def _draw(experiment: Experiment, source: Any, rows: Any) -> Any:
-    seed = experiment.config.seed
-    return jax.jit(lambda source: experiment.task.draw(source, _batch_key(seed)), out_shardings=rows)(source)
+    return draw(experiment.put_settings(), experiment.put(np.int32(0)), feed)
 
 
 def _compare_rows(spread: Any, whole: Any, rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -382,21 +271,6 @@ def _compare_rows(spread: Any, whole: Any, rows: int) -> tuple[np.ndarray, np.nd
 def _row_contents(batch: Any) -> list[bytes]:
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(batch)]
     return [b"".join(leaf[row].tobytes() for leaf in leaves) for row in range(len(leaves[0]))]
-
-
-def _check_parts_differ(probe: Probe, whole: Any, parts: int, holder: str) -> None:
-    """Processes that all seed their own generator alike make a batch that is the same few rows again and again."""
-    contents = _row_contents(whole)
-    size = len(contents) // parts
-    augmentations = probe.experiment.config.data.augmentations
-    variants = len(probe.split) * (VIEWS if augmentations == "endless" else augmentations + 1)
-    if parts**2 * float(variants) ** -size > CHANCE:
-        return
-    seen: dict[tuple[bytes, ...], int] = {}
-    for part in range(parts):
-        first = seen.setdefault(tuple(contents[part * size : (part + 1) * size]), part)
-        if first != part:
-            raise Failed(f"{holder} {part} draws the same {size} rows as {holder} {first}")
 
 
 def _loop_replica_check(probe: Probe) -> Callable[[Any], None]:
@@ -444,15 +318,6 @@ def _same_bits(a: jax.Array, b: jax.Array) -> bool:
     return all(np.asarray(x.data).tobytes() == np.asarray(y.data).tobytes() for x, y in pairs)
 
 
-def _step_bytes(compiled: Any) -> int | None:
-    memory = compiled.memory_analysis()
-    if memory is None:
-        return None
-    names = ("argument", "output", "temp", "generated_code")
-    total = sum(int(getattr(memory, f"{name}_size_in_bytes", 0)) for name in names)
-    return total - int(getattr(memory, "alias_size_in_bytes", 0))  # an output in an argument's place
-
-
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
@@ -469,14 +334,6 @@ def _numbered(noun: str, numbers: np.ndarray) -> str:
     more = f" and {len(numbers) - 4} more" if len(numbers) > 4 else ""
     plural = "es" if noun.endswith("s") else "s"
     return f"{noun}{plural if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:4]))}{more}"
-
-
-def _size(size_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size_bytes < 1024:
-            return f"{size_bytes:.3g} {unit}"
-        size_bytes /= 1024
-    return f"{size_bytes:.3g} GiB"
 
 
 def _mesh_text(experiment: Experiment) -> str:

@@ -25,9 +25,6 @@ from rich.table import Table
 from rich.text import Text
 
 from tinypod.check.checks import (
-    Found,
-    Probe,
-    Skipped,
     check_checkpoint,
     check_data,
     check_learning,
@@ -38,10 +35,12 @@ from tinypod.check.checks import (
     check_speed,
     check_step,
 )
+from tinypod.check.probe import Found, Probe, Skipped
 from tinypod.cluster.startup import Cluster
 from tinypod.errors import DeadlineError, UserError
-from tinypod.experiment import ExperimentConfig
-from tinypod.health.watch import Health, HealthConfig
+from tinypod.experiment import ExperimentConfig, HealthConfig
+from tinypod.health.memory import is_out_of_memory
+from tinypod.health.watch import Health
 from tinypod.runs import storage
 
 Status = Literal["pass", "FAIL", "skipped"]
@@ -136,7 +135,7 @@ def _attempt(check: Check, probe: Probe) -> tuple[Status, Found]:
     except (UserError, OSError) as error:
         return "FAIL", Found(str(error))
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" in str(error):
+        if is_out_of_memory(error):
             return "FAIL", Found(
                 "out of device memory: lower batch_size=, raise accumulation= or mesh.fsdp=, or take more devices "
                 f"({storage.first_line(error)})"

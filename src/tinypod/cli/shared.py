@@ -45,7 +45,17 @@ Coordinator = Annotated[
 ]
 NumProcesses = Annotated[int | None, typer.Option(help="Processes in all [env: TINYPOD_NUM_PROCESSES].")]
 ProcessId = Annotated[int | None, typer.Option(help="This one's number, from 0 [env: TINYPOD_PROCESS_ID].")]
+HaltSteps = Annotated[
+    int | None,
+    typer.Option(
+        "--halt-steps", min=1, help="Steps to think: short for task.halting.max_steps=N; default: as trained."
+    ),
+]
 CheckpointOption = Annotated[str, typer.Option("--checkpoint", help="Which one: `best`, `latest` or a step.")]
+
+
+def thinking(halt_steps: int | None) -> list[str]:
+    return [] if halt_steps is None else [f"task.halting.max_steps={halt_steps}"]
 
 
 def load_config(config: str, overrides: list[str] | None) -> Any:
@@ -60,4 +70,5 @@ def load_config(config: str, overrides: list[str] | None) -> Any:
         stored = runs.open_run(config)
         stored.pull()
         path = stored.folder
-    return configs.load(path / runs.CONFIG if path.is_dir() else path, overrides or [], ExperimentConfig)
+    of_a_run = path / runs.CONFIG
+    return configs.load(of_a_run if of_a_run.is_file() else path, overrides or [], ExperimentConfig)

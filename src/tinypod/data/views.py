@@ -24,12 +24,11 @@ View = Callable[[Array], tuple[Array, Array]]
 
 
 @dataclass(frozen=True)
-class Source:
-    """How examples are drawn: the symmetries, how many fixed views a puzzle has (None: endless), and their seed."""
+class Sampler:
+    """How examples are drawn: the symmetries, and how many fixed views a puzzle has (None: endless)."""
 
     view: View | None
     augmentations: int | None
-    seed: int
     grouped: bool
 
 
@@ -71,21 +70,26 @@ def device_arrays(split: Split) -> dict[str, Any]:
     return arrays
 
 
-def draw_examples(source: Source, arrays: dict[str, Array], key: Array, count: int) -> dict[str, Array]:
-    """`count` examples: inputs and labels int32 [count, S] (unlabelled cells -100), identifiers [count]."""
+def draw_examples(
+    sampler: Sampler, arrays: dict[str, Array], key: Array, views_key: Array, count: int
+) -> dict[str, Array]:
+    """`count` examples: inputs and labels int32 [count, S] (unlabelled cells -100), identifiers [count].
+
+    `key` decides which, `views_key` what the fixed views of each puzzle are.
+    """
     row_key, view_key = jax.random.split(key)
-    rows = _draw_rows(source, arrays, row_key, count)
+    rows = _draw_rows(sampler, arrays, row_key, count)
     inputs, labels = arrays["inputs"][rows].astype(jnp.int32), arrays["labels"][rows].astype(jnp.int32)
-    if source.view is not None and source.augmentations != 0:
-        inputs, labels = jax.vmap(_change, in_axes=(None, 0, 0, 0, 0))(
-            source, rows, jax.random.split(view_key, count), inputs, labels
+    if sampler.view is not None and sampler.augmentations != 0:
+        inputs, labels = jax.vmap(_change, in_axes=(None, None, 0, 0, 0, 0))(
+            sampler, views_key, rows, jax.random.split(view_key, count), inputs, labels
         )
     labels = jnp.where(labels == 0, IGNORED_LABEL, labels)
     return {"inputs": inputs, "labels": labels, "identifiers": arrays["identifiers"][rows]}
 
 
-def _draw_rows(source: Source, arrays: dict[str, Array], key: Array, count: int) -> Array:
-    if not source.grouped:
+def _draw_rows(sampler: Sampler, arrays: dict[str, Array], key: Array, count: int) -> Array:
+    if not sampler.grouped:
         return jax.random.randint(key, (count,), 0, arrays["inputs"].shape[0])
     group_key, member_key = jax.random.split(key)
     offsets, cdf = arrays["group_offsets"], arrays["group_cdf"]
@@ -95,14 +99,15 @@ def _draw_rows(source: Source, arrays: dict[str, Array], key: Array, count: int)
     return offsets[group] + jax.random.randint(member_key, (count,), 0, size)
 
 
-def _change(source: Source, row: Array, key: Array, inputs: Array, labels: Array) -> tuple[Array, Array]:
+def _change(
+    sampler: Sampler, views_key: Array, row: Array, key: Array, inputs: Array, labels: Array
+) -> tuple[Array, Array]:
     """One example under a symmetry: any, or one of the puzzle's fixed ones, of which number 0 changes nothing."""
-    assert source.view is not None
-    if source.augmentations is None:
-        tokens, cells = source.view(key)
+    assert sampler.view is not None
+    if sampler.augmentations is None:
+        tokens, cells = sampler.view(key)
         return tokens[inputs][cells], tokens[labels][cells]
-    number = jax.random.randint(key, (), 0, source.augmentations + 1)
-    fixed = jax.random.fold_in(jax.random.fold_in(jax.random.key(source.seed), row), number)
-    tokens, cells = source.view(fixed)
+    number = jax.random.randint(key, (), 0, sampler.augmentations + 1)
+    tokens, cells = sampler.view(jax.random.fold_in(jax.random.fold_in(views_key, row), number))
     changed = tokens[inputs][cells], tokens[labels][cells]
     return jax.tree.map(lambda new, old: jnp.where(number == 0, old, new), changed, (inputs, labels))

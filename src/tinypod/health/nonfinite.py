@@ -32,7 +32,7 @@ class BadSteps:
 
 
 class Rollbacks:
-    """Those of a run. Process 0 reads and writes the file; the others are told."""
+    """Those of a run. Process 0 reads and writes the file, and broadcasts it to the others."""
 
     def __init__(self, folder: Path, config: NonFiniteConfig, cluster: Cluster, timeout_s: float) -> None:
         self.path, self.config, self.cluster = folder / FILE, config, cluster
@@ -44,7 +44,7 @@ class Rollbacks:
             raise UserError(
                 f"{self.path}: not a list of rollbacks ({error}); mend it, or remove it to forget them"
             ) from None
-        self.in_a_row = 0  # steps that were not finite, up to the last one noted
+        self.in_a_row = 0  # steps that were not finite, up to the last one noted; a resumed run restores it
 
     @property
     def allowed(self) -> bool:
@@ -62,7 +62,7 @@ class Rollbacks:
     def add(self, bad: BadSteps, target: int) -> None:
         """Leave the batches of those steps out; the run goes back to the step `target`."""
         self.in_a_row = 0
-        first = self._number(bad.first - 1)
+        first = self.number(bad.first - 1)
         self.done.append(
             {"time": time.time(), "steps": [bad.first, bad.last], "back_to": target}
             | {"first_batch": first, "batches": bad.count}
@@ -71,8 +71,8 @@ class Rollbacks:
         if self.cluster.is_primary:
             replace_file(self.path, (json.dumps(self.done, indent=1) + "\n").encode(), durable=True)
 
-    def _number(self, step: int) -> int:
-        """The number of the batch that a step drew, as `step.batch_number` has it."""
+    def number(self, step: int) -> int:
+        """Of the batch after `step` steps: as many on as batches are left out before it."""
         number = step
         for first, count in sorted(self.skipped):
             number += count if number >= first else 0

@@ -183,7 +183,7 @@ def kept_for_backward(experiment: Experiment) -> int:
     given = {id(var) for var in jaxpr.invars}  # weights, and the carry: there already
     kept = {id(var): var.aval for var in jaxpr.outvars if id(var) not in given}
     size = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in kept.values() if hasattr(aval, "shape"))
-    return size // (sharding.num_row_shards(experiment.mesh) * experiment.config.accumulation)
+    return size // (sharding.num_batch_shards(experiment.mesh) * experiment.config.accumulation)
 
 
 def _work(program: hlo.Program) -> Work:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +15,22 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tinypod.runs.metrics import MetricsLog, Row
+from tinypod.tasks.task import Metric
 
 _TRAIN, _EVAL, _INK = "#2a78b5", "#d1495b", "#3a3f45"
 _SMOOTHING_WINDOWS = 40  # one smoothed point sees about a fortieth of the run
-_ACCURACIES = (
-    # column, label, colour, line style, width
-    ("eval/exact_accuracy", "eval, whole puzzle", _EVAL, "-", 2.2),
-    ("eval/cell_accuracy", "eval, cells", _EVAL, "--", 1.3),
-    ("train/exact_accuracy", "train, whole puzzle", _TRAIN, "-", 1.6),
-    ("train/cell_accuracy", "train, cells", _TRAIN, "--", 1.1),
-)
 _VALUE: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 9, "fontweight": "bold"}
 # Below the plot, where no curve can run under it.
 _LEGEND: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.13), "ncols": 4, "fontsize": 9}
 _LEGEND |= {"frameon": False, "labelcolor": _INK}
 
 
-def plot_curves(run_dir: Path) -> Path | None:
-    """Draws loss and accuracy over steps to `run_dir/curves.png`; an empty log makes no picture: None."""
+def plot_curves(run_dir: Path, headline: Sequence[Metric]) -> Path | None:
+    """Draws the loss and the first headline metrics over steps to `run_dir/curves.png`; an empty log makes no picture:
+    None."""
     rows = MetricsLog(run_dir).read()
     if not rows:
         return None
@@ -42,7 +38,7 @@ def plot_curves(run_dir: Path) -> Path | None:
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     _draw_loss(left, rows)
-    _draw_accuracy(right, rows)
+    _draw_headline(right, rows, headline)
     for axes in (left, right):
         _dress(axes, max(row["step"] for row in rows))
     figure.suptitle(run_dir.resolve().name, fontsize=13, fontweight="bold", color=_INK)
@@ -56,19 +52,16 @@ def plot_curves(run_dir: Path) -> Path | None:
 def summary(run_dir: Path) -> dict[str, Any]:
     """A run's numbers; None where they were never logged.
 
-    `eval` is the last value of every `eval/*` metric, `best` the highest exact accuracy and its step,
-    `wall_s` the time from the first row to the last, stops in between included.
+    `eval` is the last value of every `eval/*` metric, `wall_s` the time from the first row to the last, stops in
+    between included.
     """
     rows = MetricsLog(run_dir).read()
-    steps, exact = _column(rows, "eval/exact_accuracy")
-    best = int(np.argmax(exact)) if len(exact) else None
     speeds = _column(rows, "perf/examples_per_s")[1]
     losses = [row["train/loss"] for row in rows if "train/loss" in row]
     return {
         "steps": max((int(row["step"]) for row in rows), default=0),
         "final_loss": losses[-1] if losses else None,
         "eval": {name: value for row in rows for name, value in row.items() if name.startswith("eval/")},
-        "best": None if best is None else {"step": int(steps[best]), "exact_accuracy": float(exact[best])},
         "examples_per_s": statistics.median(speeds.tolist()) if len(speeds) else None,
         "wall_s": rows[-1]["time"] - rows[0]["time"] if rows else 0.0,
     }
@@ -112,24 +105,29 @@ def _draw_loss(axes: Axes, rows: list[Row]) -> None:
     axes.legend(**_LEGEND)
 
 
-def _draw_accuracy(axes: Axes, rows: list[Row]) -> None:
-    axes.set_title("Accuracy", loc="left", fontsize=11, color=_INK)
-    axes.set_ylim(-2, 102)
-    axes.yaxis.set_major_formatter(PercentFormatter(100, decimals=0, symbol=" %"))
+def _draw_headline(axes: Axes, rows: list[Row], headline: Sequence[Metric]) -> None:
+    """The metrics that are written like the first, at most two: they share an axis."""
+    first = headline[0]
+    shown = [metric for metric in headline if metric.format[-1] == first.format[-1]][:2]
+    axes.set_title(" and ".join(metric.label for metric in shown).capitalize(), loc="left", fontsize=11, color=_INK)
+    if first.format.endswith("%"):
+        axes.set_ylim(-0.02, 1.02)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f} %"))
     drawn = 0
-    for name, label, color, style, width in _ACCURACIES:
-        steps, values = _column(rows, name)
-        if not len(values):
-            continue
-        drawn += 1
-        percent = 100 * values
-        marker = _marker(steps)
-        if name.startswith("train/"):
-            axes.plot(steps, percent, color=color, alpha=0.15, linewidth=0.8)
-            percent = _smooth(percent)
-        axes.plot(steps, percent, style, color=color, linewidth=width, label=label, marker=marker, ms=3.5)
-        if name == "eval/exact_accuracy":
-            axes.annotate(f"{percent[-1]:.1f} %", (steps[-1], percent[-1]), (5, 0), **_VALUE, color=color)
+    for split, color in (("eval", _EVAL), ("train", _TRAIN)):
+        for metric, style, width in zip(shown, ("-", "--"), (2.0, 1.2), strict=False):
+            steps, values = _column(rows, f"{split}/{metric.name}")
+            if not len(values):
+                continue
+            drawn += 1
+            marker = _marker(steps)
+            if split == "train":
+                axes.plot(steps, values, color=color, alpha=0.15, linewidth=0.8)
+                values = _smooth(values)
+            label = f"{split}, {metric.label}"
+            axes.plot(steps, values, style, color=color, linewidth=width, label=label, marker=marker, ms=3.5)
+            if split == "eval" and metric is first:
+                axes.annotate(metric.show(values[-1]), (steps[-1], values[-1]), (5, 0), **_VALUE, color=color)
     if drawn:
         axes.legend(**_LEGEND)
     else:

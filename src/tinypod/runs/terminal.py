@@ -11,12 +11,28 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 PLAIN_INTERVAL_S = 10.0  # between lines where there is no terminal
 
 
-class TrainingProgress:
-    """One line: step, loss, exact accuracy, examples a second, time left."""
+def say(console: Console, text: str, style: str = "") -> None:
+    """Text as it is: a folder's name may hold what rich takes for markup."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    def __init__(self, console: Console, start: int, total: int) -> None:
+
+def warn(console: Console, text: str) -> None:
+    console.print("[yellow]warning:[/] ", end="")
+    say(console, text)
+
+
+class TrainingProgress:
+    """One line: step, loss, the headline metric in training and held out, speed, time left.
+
+    `metric` is its name, `label` what it is called, `show` how it is written.
+    """
+
+    def __init__(
+        self, console: Console, start: int, total: int, metric: str, label: str, show: Callable[[float], str]
+    ) -> None:
         self.console, self.start, self.total = console, start, total
-        self._texts = {"loss": "", "exact": "", "speed": "", "held_out": ""}
+        self.metric, self.label, self._write = metric, label, show
+        self._texts = {"loss": "", "train": "", "speed": "", "held_out": ""}
         self._began = self._said = time.monotonic()
         self._live: Progress | None = None
         if console.is_terminal:
@@ -44,18 +60,15 @@ class TrainingProgress:
 
     def trained(self, step: int, row: dict[str, float]) -> None:
         self._texts["loss"] = f"loss {row['train/loss']:.3f}"
-        if "train/exact_accuracy" in row:
-            self._texts["exact"] = f"exact {row['train/exact_accuracy']:.1%}"
+        if (value := row.get(f"train/{self.metric}")) is not None and self.metric != "loss":
+            self._texts["train"] = f"{self.label} {self._write(value)}"
         if "perf/examples_per_s" in row:
             self._texts["speed"] = f"{row['perf/examples_per_s']:,.0f} examples/s"
         self._show(step, now=False)
 
     def evaluated(self, step: int, row: dict[str, float]) -> None:
-        self._texts["held_out"] = f"held-out {row['eval/exact_accuracy']:.1%}"
+        self._texts["held_out"] = f"held-out {self._write(row[f'eval/{self.metric}'])}"
         self._show(step, now=True)
-
-    def say(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)
 
     def _show(self, step: int, now: bool) -> None:
         line = " · ".join(text for text in self._texts.values() if text)
@@ -66,7 +79,7 @@ class TrainingProgress:
         if now or clock - self._said >= PLAIN_INTERVAL_S:
             self._said = clock
             left = (clock - self._began) / max(step - self.start, 1) * (self.total - step)
-            self.say(f"step {step}/{self.total} · {line} · ETA {timedelta(seconds=round(left))}")
+            say(self.console, f"step {step}/{self.total} · {line} · ETA {timedelta(seconds=round(left))}")
 
 
 @contextmanager

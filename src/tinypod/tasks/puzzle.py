@@ -5,21 +5,29 @@ A carry is a dict: `z`, `steps` [B], `halted` [B], and the row's `example` (`inp
 [B]). Labels of IGNORED_LABEL are not scored.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from jax.sharding import Mesh
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from rich.console import Console
 
 from tinypod.config import Config
-from tinypod.data.views import IGNORED_LABEL, Source, draw_examples
+from tinypod.data import fetch, puzzles
+from tinypod.data.views import IGNORED_LABEL, Sampler, device_arrays, draw_examples, sudoku_view
+from tinypod.errors import ConfigError, DataError
 from tinypod.models import trm
-from tinypod.sharding import Gather
-from tinypod.tasks.task import Task
-
-TABLE = "puzzle_table"
+from tinypod.runs.storage import is_remote
+from tinypod.sharding import Gather, replicated
+from tinypod.tasks import puzzle_scores
+from tinypod.tasks.feed import ResidentFeed
+from tinypod.tasks.puzzle_scores import ACCURACIES, TABLE, score
+from tinypod.tasks.task import Draw, Evaluation, Task, TaskKind
 
 
 class Stablemax(Config):
@@ -45,65 +53,155 @@ class PuzzleTaskConfig(Config):
     halting: Halting = Halting()
 
 
-def build_task(
-    config: PuzzleTaskConfig,
-    model: trm.TrmConfig,
-    shape: trm.PuzzleShape,
-    batch_size: int,
-    source: Source,
-    gather: Gather | None = None,
-) -> Task:
+class PuzzleDataConfig(Config):
+    kind: Literal["puzzles"] = "puzzles"
+    path: str  # a dataset folder that `tinypod data` made; gs://… is fetched once into the user's cache folder
+    train_split: str = "train"
+    eval_split: str = "test"
+    augmentations: NonNegativeInt | Literal["endless"] = "endless"  # fixed views of a puzzle besides itself
+    # What the dataset will be: `tinypod plan` goes by it where none is at `path`, or `path` is in a bucket.
+    expected: Annotated[puzzles.ExpectedSudoku | puzzles.ExpectedPlain, Field(discriminator="kind")] | None = None
+
+
+class Opened(NamedTuple):
+    """A dataset's folder on this host, and what it says of itself."""
+
+    folder: Path
+    info: puzzles.DatasetInfo
+
+
+def open_data(config: Any, planned: bool, console: Console | None) -> Opened:
+    data: PuzzleDataConfig = config.data
+    absent = is_remote(data.path) or not (Path(data.path) / "dataset.json").exists()
+    if planned and absent and data.expected is not None:
+        return Opened(Path(data.path), data.expected.info(data.train_split))
+    try:
+        folder = fetch.local_dataset(data.path, console)
+        return Opened(folder, puzzles.read_info(folder))
+    except DataError as error:
+        hint = "; or say what it will be, to plan without it: 'data.expected={kind: sudoku, rows: 1000}'"
+        raise DataError(f"{error}{hint if planned else ''}") from None
+
+
+def build_task(config: Any, opened: Opened, gather: Gather | None = None) -> Task:
+    model: trm.TrmConfig = config.model
+    info, batch_size = opened.info, config.batch_size
+    shape = trm.PuzzleShape(info.seq_len, info.vocab_size, info.num_identifiers)
+    max_steps = config.task.halting.max_steps
     has_table = isinstance(model.puzzle_embedding, trm.PuzzleTable)
-    halting = config.halting
+    sampler = make_sampler(config.data, info)
 
-    def init_carry(params: trm.Params) -> dict[str, Any]:
-        return fresh_carry(model, params, batch_size, shape.seq_len)
+    def read_split(name: str) -> puzzles.Split:
+        return puzzles.read_split(opened.folder, info, name)
 
-    def draw(arrays: dict[str, Array], key: Array) -> dict[str, Any]:
-        example_key, explore_key, until_key = jax.random.split(key, 3)
-        explore = jax.random.bernoulli(explore_key, halting.exploration, (batch_size,))
-        until = jax.random.randint(until_key, (batch_size,), min(2, halting.max_steps), halting.max_steps + 1)
+    def draw(arrays: dict[str, Array], draw: Draw, varied: dict[str, Array]) -> dict[str, Any]:
+        example_key, explore_key, until_key = jax.random.split(draw.key, 3)
+        explore = jax.random.bernoulli(explore_key, varied["exploration"], (batch_size,))
+        until = jax.random.randint(until_key, (batch_size,), min(2, max_steps), max_steps + 1)
         return {
-            "example": draw_examples(source, arrays, example_key, batch_size),
+            "example": draw_examples(sampler, arrays, example_key, draw.run_key, batch_size),
             "min_steps": jnp.where(explore, until, 0),
         }
 
-    def begin(params: trm.Params, carry: dict[str, Any], batch: dict[str, Any]) -> dict[str, Any]:
-        return take_examples(model, params, carry, batch["example"])
+    def open_evaluation(split: str | None) -> Evaluation:
+        held_out = read_split(split or config.data.eval_split)
+        return puzzle_scores.evaluation(model, held_out, info.sources, max_steps, gather)
 
+    def flops(training: bool) -> int:
+        once = trm.count_matmul_flops(model, shape, training=training)
+        return once if training else max_steps * once
+
+    held_out = info.splits.get(config.data.eval_split)
+    return Task(
+        init_params=lambda key: trm.init(model, shape, key),
+        init_carry=lambda params: fresh_carry(model, params, batch_size, info.seq_len),
+        draw=draw,
+        begin=lambda params, carry, batch: take_examples(model, params, carry, batch["example"]),
+        lookup=lambda carry: {TABLE: carry["example"]["identifiers"]} if has_table else {},
+        loss=make_loss(config.task, model, gather),
+        rules=trm.sharding_rules(model),
+        varied={"exploration": config.task.halting.exploration, "q_loss_weight": config.task.q_loss_weight},
+        frozen=(r"z_init\..*",),
+        tables=(TABLE,) if has_table else (),
+        abstract_feed=lambda mesh: abstract_arrays(opened, config.data.train_split, mesh),
+        open_feed=lambda mesh: ResidentFeed(mesh, device_arrays(read_split(config.data.train_split))),
+        open_evaluation=open_evaluation,
+        fingerprint={name: split.sha256 for name, split in info.splits.items()},
+        summarise=summarise,
+        headline=puzzle_scores.HEADLINE,
+        unit="puzzles",
+        description=f"{model.mixing.kind} mixing, {model.dtype}, puzzles of {info.seq_len} cells",
+        train_rows=count_rows(opened, config.data.train_split),
+        held_out_rows=held_out.rows if held_out else None,
+        flops=flops,
+    )
+
+
+def count_rows(opened: Opened, split: str) -> int:
+    if split not in opened.info.splits:
+        raise DataError(f"{opened.folder} has no split {split!r}; it has {', '.join(opened.info.splits)}")
+    return opened.info.splits[split].rows
+
+
+def make_sampler(data: PuzzleDataConfig, info: puzzles.DatasetInfo) -> Sampler:
+    """How training examples are drawn from this dataset."""
+    view = None
+    if info.kind == "sudoku":
+        assert info.box is not None
+        view = sudoku_view((info.box[0], info.box[1]), info.vocab_size)
+    elif data.augmentations not in ("endless", 0):
+        raise ConfigError(
+            f"data.augmentations={data.augmentations}: the puzzles in {data.path} are of kind {info.kind!r}, whose "
+            "symmetries are not known; leave it out"
+        )
+    return Sampler(view, None if data.augmentations == "endless" else data.augmentations, grouped=info.grouped)
+
+
+def abstract_arrays(opened: Opened, name: str, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of what the feed holds, of a dataset that may not be there; how many groups there are, only the file
+    knows."""
+    info = opened.info
+    rows = count_rows(opened, name)
+    cells: Any = ((rows, info.seq_len), np.uint8)
+    shapes = {"inputs": cells, "labels": cells, "identifiers": ((rows,), np.int32)}
+    if info.grouped:
+        split = puzzles.read_split(opened.folder, info, name)
+        shapes = {key: (x.shape, x.dtype) for key, x in device_arrays(split).items()}
+    whole = replicated(mesh)
+    return {key: jax.ShapeDtypeStruct(*value, sharding=whole) for key, value in shapes.items()}
+
+
+KIND = TaskKind(PuzzleTaskConfig, PuzzleDataConfig, trm.TrmConfig, open_data, build_task)
+
+
+def make_loss(config: PuzzleTaskConfig, model: trm.TrmConfig, gather: Gather | None) -> Callable[..., Any]:
     def loss(
-        params: trm.Params, rows: dict[str, Array], carry: dict[str, Any], batch: dict[str, Any]
+        params: trm.Params,
+        rows: dict[str, Array],
+        carry: dict[str, Any],
+        batch: dict[str, Any],
+        varied: dict[str, Array],
     ) -> tuple[Array, tuple[dict[str, Any], dict[str, Array]]]:
         z, logits, q = trm.apply(model, params, carry["z"], carry["example"]["inputs"], rows.get(TABLE), gather)
         scores = score(logits, q[:, 0], carry["example"]["labels"])
         lm_loss = _cell_losses(config, logits, carry["example"]["labels"])
         q_loss = _binary_cross_entropy(q[:, 0], scores["exact_accuracy"])
-        total = jnp.sum(lm_loss) + config.q_loss_weight * jnp.sum(q_loss)
+        total = jnp.sum(lm_loss) + varied["q_loss_weight"] * jnp.sum(q_loss)
 
         steps = carry["steps"] + 1
-        halted = (steps >= halting.max_steps) | ((q[:, 0] > 0) & (steps >= batch["min_steps"]))
+        halted = (steps >= config.halting.max_steps) | ((q[:, 0] > 0) & (steps >= batch["min_steps"]))
         finished = (halted & (scores["labelled"] > 0)).astype(jnp.float32)
-        sums = {name: jnp.sum(scores[name] * finished) for name in METRICS} | {
+        sums = {name: jnp.sum(scores[name] * finished) for name in ACCURACIES} | {
             "loss": total,
+            "weight": jnp.float32(steps.shape[0]),
             "lm_loss": jnp.sum(lm_loss),
             "q_loss": jnp.sum(q_loss),
-            "rows": jnp.float32(steps.shape[0]),
             "finished": jnp.sum(finished),
             "steps": jnp.sum(steps.astype(jnp.float32) * finished),
         }
         return total, ({"z": z, "steps": steps, "halted": halted, "example": carry["example"]}, sums)
 
-    return Task(
-        init_params=lambda key: trm.init(model, shape, key),
-        init_carry=init_carry,
-        draw=draw,
-        begin=begin,
-        lookup=lambda carry: {TABLE: carry["example"]["identifiers"]} if has_table else {},
-        loss=loss,
-        summarise=summarise,
-        frozen=("z_init",),
-        tables=(TABLE,) if has_table else (),
-    )
+    return loss
 
 
 def fresh_carry(model: trm.TrmConfig, params: trm.Params, batch_size: int, seq_len: int) -> dict[str, Any]:
@@ -136,28 +234,11 @@ def take_examples(
     }
 
 
-METRICS = ("cell_accuracy", "exact_accuracy", "halt_accuracy")
-
-
-def score(logits_BSV: Array, q_halt_B: Array, labels_BS: Array) -> dict[str, Array]:
-    """Per row: labelled cells, share of them right, whether all are, whether the halting logit knows it."""
-    labelled = labels_BS != IGNORED_LABEL
-    count = jnp.sum(labelled, axis=-1)
-    right = jnp.sum(labelled & (jnp.argmax(logits_BSV, axis=-1) == labels_BS), axis=-1)
-    exact = right == count
-    return {
-        "labelled": count,
-        "cell_accuracy": right.astype(jnp.float32) / jnp.maximum(count, 1).astype(jnp.float32),
-        "exact_accuracy": exact.astype(jnp.float32),
-        "halt_accuracy": ((q_halt_B >= 0) == exact).astype(jnp.float32),
-    }
-
-
 def summarise(sums: Mapping[str, float]) -> dict[str, float]:
     """Losses are means over all rows; scores are means over the rows that finished, if any did."""
-    metrics = {name: sums[name] / sums["rows"] for name in ("loss", "lm_loss", "q_loss")}
+    metrics = {name: sums[name] / sums["weight"] for name in ("loss", "lm_loss", "q_loss")}
     if sums["finished"]:
-        metrics |= {name: sums[name] / sums["finished"] for name in (*METRICS, "steps")}
+        metrics |= {name: sums[name] / sums["finished"] for name in (*ACCURACIES, "steps")}
     return metrics
 
 

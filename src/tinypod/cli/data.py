@@ -1,11 +1,11 @@
-"""Commands that read and write files of others: datasets and weights."""
+"""`tinypod data`."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tinypod.cli.shared import CheckpointOption, Overrides, RunFolder, WeightsOption, console, data_app, weights_app
+from tinypod.cli.shared import console, data_app
 
 
 @data_app.command("sudoku")
@@ -65,39 +65,3 @@ def data_import(
 
     info, splits = puzzles.import_authors_folder(folder)
     build.describe(out, puzzles.write_dataset(out, info, splits), console)
-
-
-@weights_app.command("export")
-def weights_export(
-    run: RunFolder,
-    out: Annotated[Path, typer.Argument(help="The PyTorch file to write.")],
-    checkpoint: CheckpointOption = "best",
-    weights: WeightsOption = None,
-) -> None:
-    """Write a run's weights as the TRM authors' PyTorch state dict."""
-    from tinypod.runs import folder as runs
-    from tinypod.step import evaluation_params
-    from tinypod.weights import authors as torch_weights
-
-    experiment, state = runs.load_state(runs.open_run(run), [], checkpoint)
-    weights = weights or experiment.config.eval.weights
-    torch_weights.write_state_dict(out, torch_weights.to_state_dict(evaluation_params(state, weights)))
-    console.print(f"wrote {out}: step {int(state.step)}, {weights} weights", highlight=False)
-
-
-@weights_app.command("import")
-def weights_import(
-    weights_file: Annotated[Path, typer.Argument(metavar="WEIGHTS", help="The authors' state dict, a PyTorch file.")],
-    config: Annotated[Path, typer.Argument(help="The config of that model.")],
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run folder to make, local or gs://.")],
-    overrides: Overrides = None,
-) -> None:
-    """Make a run folder from the TRM authors' PyTorch weights, to evaluate, solve with, or train further."""
-    from tinypod import config as configs
-    from tinypod.experiment import ExperimentConfig
-    from tinypod.runs import folder as runs
-    from tinypod.weights import authors as torch_weights
-
-    resolved = configs.load(config, overrides or [], ExperimentConfig)
-    runs.create_from_params(runs.open_run(run), resolved, torch_weights.read_state_dict(weights_file))
-    console.print(f"{run}: a run at step 0 with the weights of {weights_file}", highlight=False)

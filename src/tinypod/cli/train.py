@@ -1,0 +1,130 @@
+"""`tinypod train`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tinypod.cli.shared import (
+    Coordinator,
+    DevicesPerProcess,
+    NumProcesses,
+    Overrides,
+    Processes,
+    ProcessId,
+    app,
+    console,
+    errors,
+    load_config,
+)
+from tinypod.errors import DeviceMemoryError, UserError
+
+if TYPE_CHECKING:
+    from tinypod.runs.folder import Run
+
+
+@app.command()
+def train(
+    config: Annotated[str, typer.Argument(help="A YAML config, or a run (folder or gs:// URL) to go on with.")],
+    overrides: Overrides = None,
+    run: Annotated[
+        str | None,
+        typer.Option("--run", help="The run folder, local or gs://; default: runs/ and the config's name."),
+    ] = None,
+    from_step: Annotated[
+        int | None,
+        typer.Option("--from-step", help="Go on from this checkpoint, once; newer ones are set aside, not deleted."),
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="Trace these steps on every process, for XProf or TensorBoard, e.g. `20:24`.")
+    ] = None,
+    supervise: Annotated[
+        bool, typer.Option("--supervise", help="Start again after a crash, until the same step has failed three times.")
+    ] = False,
+    processes: Processes = None,
+    devices_per_process: DevicesPerProcess = 1,
+    coordinator: Coordinator = None,
+    num_processes: NumProcesses = None,
+    process_id: ProcessId = None,
+) -> None:
+    """Train, or go on where the run folder left off.
+
+    Starting the same command again continues from the latest checkpoint. Ctrl-C (exit code 130) and SIGTERM (143)
+    save one first. On a TPU pod, under Slurm and on GKE start this command on every host: the processes find each
+    other. Elsewhere give each one `--coordinator`, `--num-processes` and `--process-id`. To rehearse a pod on this
+    machine: `--processes 4 --devices-per-process 2`.
+
+    Example: `tinypod train demo steps=500 --run runs/short`
+    """
+    from tinypod import train as training
+    from tinypod.cli import processes as own
+    from tinypod.runs import profiling
+
+    loaded, target = load_config(config, overrides), _target(config, run)
+    steps = profiling.parse_range(profile) if profile is not None else None
+    if processes is not None or supervise:
+        joining = [("--coordinator", coordinator), ("--num-processes", num_processes), ("--process-id", process_id)]
+        given = [name for name, value in joining if value is not None]
+        if processes is not None and given:
+            raise UserError(f"--processes starts processes of its own, {' and '.join(given)} joins others: choose one")
+        arguments = ["train", config, *(overrides or []), "--run", str(target), *_option("--profile", profile)]
+        arguments += [part for name, value in joining for part in _option(name, value)]
+        code = own.train_apart(
+            arguments,
+            from_step,
+            target,
+            console,
+            processes=processes,
+            devices_per_process=devices_per_process,
+            supervise=supervise,
+        )
+        raise typer.Exit(code)
+    cluster = own.join_cluster(loaded.health, coordinator, num_processes, process_id)
+    try:
+        outcome = training.train(loaded, target, console, cluster=cluster, from_step=from_step, profile=steps)
+    except DeviceMemoryError as error:
+        raise (_with_advice(error, loaded) if cluster.count == 1 else error) from None
+    if cluster.is_primary:
+        _print_outcome(target, outcome)
+    cluster.shutdown(loaded.health.save_timeout_s)
+    if outcome.stopped_by is not None:
+        raise typer.Exit(128 + int(outcome.stopped_by))
+
+
+def _target(config: str, run: str | None) -> "Run":
+    """The run to train: the one named, the one that the config is of, or one named like the config."""
+    from tinypod.runs import folder as runs
+    from tinypod.runs import storage
+
+    path = Path(config)
+    if run is not None or storage.is_remote(config):
+        return runs.open_run(run or config)
+    of_a_run = path.name == runs.CONFIG and (path.parent / runs.CHECKPOINTS).is_dir()
+    return runs.open_run(path if path.is_dir() else path.parent if of_a_run else Path("runs") / path.stem)
+
+
+def _option(name: str, value: object) -> list[str]:
+    return [] if value is None else [name, str(value)]
+
+
+def _with_advice(error: UserError, config: Any) -> UserError:
+    """What would fit, by the planner's own search."""
+    from tinypod.plan import local
+
+    errors.print("out of memory; looking for a variant that fits", highlight=False)
+    found = local.suggest(config, errors)
+    advice = f"this fits: {found}" if found else "no accumulation, rematerialisation or FSDP that was tried fits"
+    return type(error)(f"{error}\n{advice}")
+
+
+def _print_outcome(run: "Run", outcome: Any) -> None:
+    from tinypod.health import goodput
+    from tinypod.runs.report import summary_table
+
+    console.print(summary_table(run, outcome.experiment, outcome.step, outcome.best))
+    if outcome.trained:
+        console.print(goodput.render(goodput.summarise(run.folder)))
+    elif outcome.stopped_by is None:
+        console.print(f"nothing left to do at step {outcome.step:,}; to train further, raise steps=", highlight=False)
+    if outcome.stopped_by is not None:
+        console.print(f"stopped by {outcome.stopped_by.name}; run the same command again to resume", highlight=False)

@@ -1,0 +1,86 @@
+"""The weights of a run, for commands that use a trained model. The rest of the state is not read: the training batch
+and its dtype play no role, and any mesh will do."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from tinypod import config as configs
+from tinypod import sharding
+from tinypod.errors import CheckpointError, ConfigError, UserError
+from tinypod.experiment import Experiment, ExperimentConfig, build
+from tinypod.runs import storage
+from tinypod.runs.checkpoints import Checkpoints, VanishedError
+from tinypod.runs.folder import CONFIG, Run, read_config
+from tinypod.runs.run_log import read_scores
+from tinypod.runs.saver import open_checkpoints
+from tinypod.step import evaluation_params
+from tinypod.tasks.task import is_trained, select
+
+TRIES = 5  # a run that trains may remove a checkpoint while it is read
+
+
+class Loaded(NamedTuple):
+    experiment: Experiment
+    params: Any
+    step: int
+    weights: str  # ema or live
+
+
+def load_weights(run: Run, overrides: list[str], checkpoint: str, weights: str | None = None) -> Loaded:
+    """Of the checkpoint `best`, `latest` or a step. `best` is by the score of the same kind of weights; where there is
+    none, it is the latest."""
+    run.pull()
+    config = read_config(run)
+    if overrides:
+        config = configs.load(run.folder / CONFIG, overrides, ExperimentConfig)
+    with storage.explained(run.checkpoints):
+        if not storage.folder(run.checkpoints).is_dir():
+            raise CheckpointError(f"{run}: no checkpoint yet; train it first")
+    experiment = build(_on_these_devices(config))
+    weights = weights or config.eval.weights
+    scored = experiment.best is not None and weights == config.eval.weights
+    scores = read_scores(run.folder, experiment.best.name) if scored and experiment.best else {}
+    checkpoints = open_checkpoints(run, experiment, scores, read_only=True)
+    for tries_left in reversed(range(TRIES)):
+        step = pick_step(checkpoints, checkpoint, run)
+        try:
+            return Loaded(experiment, _read(checkpoints, experiment, step, weights), step, weights)
+        except VanishedError:
+            if checkpoint.isdigit() or not tries_left:
+                raise
+            checkpoints.reload()
+    raise AssertionError
+
+
+def _read(checkpoints: Checkpoints, experiment: Experiment, step: int, weights: str) -> Any:
+    state = experiment.abstract_state
+    part = {"params": state.params}
+    if weights == "ema":
+        evaluation_params(state.params, state.ema, weights)  # an error where no averages are kept
+        part = {"params": select(state.params, lambda path: not is_trained(experiment.task, path)), "ema": state.ema}
+    restored = checkpoints.restore_part(step, part)
+    return evaluation_params(restored["params"], restored.get("ema", {}), weights)
+
+
+def _on_these_devices(config: ExperimentConfig) -> ExperimentConfig:
+    """A run trained on a pod can be looked at on a laptop: a mesh that does not fit gives way to a plain one."""
+    try:
+        config.mesh.shape(jax.device_count())
+        return config
+    except ConfigError:
+        return config.model_copy(update={"mesh": sharding.MeshConfig()})
+
+
+def pick_step(checkpoints: Checkpoints, wanted: str, run: Run) -> int:
+    if wanted.isdigit():
+        return int(wanted)
+    latest = checkpoints.latest()
+    if latest is None:
+        raise CheckpointError(f"{run}: no checkpoint yet; train it first")
+    if wanted == "latest":
+        return latest
+    if wanted == "best":
+        best = checkpoints.best()
+        return best[0] if best is not None else latest
+    raise UserError(f"--checkpoint {wanted}: expected `best`, `latest` or a step, one of {checkpoints.steps()}")

@@ -1,0 +1,41 @@
+"""Tables of what a run has reached, by the headline metrics of its task."""
+
+from collections.abc import Mapping
+
+from rich.table import Table
+from rich.text import Text
+
+from tinypod.experiment import Experiment
+from tinypod.runs.curves import summary
+from tinypod.runs.folder import Run
+from tinypod.tasks.task import Task
+
+
+def scores_table(title: str, task: Task, scores: Mapping[str, float]) -> Table:
+    """Scores over everything, and by part where the task tells parts apart (`exact_accuracy/NAME`)."""
+    table = Table(title=Text(title), title_justify="left")
+    parts = [name.removeprefix("count/") for name in scores if name.startswith("count/")]
+    table.add_column("source")
+    for name in (task.unit, *(metric.label for metric in task.headline)):
+        table.add_column(name, justify="right")
+    for part in [*parts, None]:
+        end = f"/{part}" if part else ""
+        values = (metric.show(scores[metric.name + end]) for metric in task.headline)
+        table.add_row(Text(part or "all"), f"{scores['count' + end]:,.0f}", *values)
+    return table
+
+
+def summary_table(run: Run, experiment: Experiment, step: int, best: tuple[int, float] | None) -> Table:
+    facts = summary(run.folder)
+    table = Table(title=Text(str(run)), show_header=False, title_justify="left")
+    table.add_row("steps done", f"{step:,}")
+    for metric in experiment.task.headline[:2]:
+        if (value := facts["eval"].get(f"eval/{metric.name}")) is not None:
+            table.add_row(f"held-out {metric.label}", metric.show(value))
+    if best is not None and experiment.best is not None:
+        table.add_row("best checkpoint", f"step {best[0]:,} ({experiment.best.label} {experiment.best.show(best[1])})")
+    for name, label in (("final_loss", "last loss"), ("examples_per_s", "examples/s")):
+        if facts[name] is not None:
+            table.add_row(label, f"{facts[name]:,.4g}")
+    table.add_row("curves", Text(str(run.folder / "curves.png")))
+    return table
