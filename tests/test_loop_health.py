@@ -249,11 +249,13 @@ def test_steps_can_be_profiled(data: Path, tmp_path: Path) -> None:
 def test_what_was_compiled_serves_the_next_start(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default, in the user's cache folder; two processes, one after the other."""
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")  # one device: eight take minutes when busy
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # keep all, however fast or busy it is
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for steps in (2, 3):
         done = in_a_process(data, tmp_path / "run", f"steps={steps}")
         assert done.returncode == 0, done.stderr
     assert list((tmp_path / "cache" / "tinypod" / "compiled").iterdir())
     first, second = goodput.read_attempts(tmp_path / "run")
-    assert first.cache_hits == 0
-    assert second.cache_hits > 0
+    assert first.cache_hits < first.cache_misses
+    assert second.cache_hits > second.cache_misses

@@ -76,6 +76,7 @@ class HealthConfig(Config):
     step_timeout_s: PositiveFloat = 300.0  # for one step
     evaluate_timeout_s: PositiveFloat = 900.0  # for one batch of an evaluation
     save_timeout_s: PositiveFloat = 900.0  # to save a checkpoint, and to end
+    close_timeout_s: PositiveFloat = 1800.0  # to close metrics and checkpoints at the end; W&B may upload for minutes
     on_recompile: Literal["stop", "warn"] = "stop"  # when a function is compiled again after warm-up
     replica_check_every_steps: PositiveInt | None = None  # compare the copies of the weights; null: never
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from rich.console import Console
 
 from tinypod.health import goodput
-from tinypod.health.goodput import Goodput, Ledger, duration, read_attempts, render, summarise
+from tinypod.health.goodput import Ledger, read_attempts, summarise
 
 
 class Clock:
@@ -118,13 +117,16 @@ def test_going_back_further_takes_back_from_every_attempt_on_the_way(open_ledger
     assert result.lost_steps == 14
 
 
-def test_an_attempt_that_did_not_get_to_its_checkpoint_takes_nothing_back(open_ledger, clock, tmp_path):
+def test_a_start_that_did_not_get_to_its_checkpoint_is_time_without_a_process(open_ledger, clock, tmp_path):
     attempt(open_ledger(), clock, 0, 10, None, stepping=100)
+    before = (tmp_path / goodput.FILE).read_bytes()
     ledger = open_ledger()
     spend(ledger, clock, starting=5)
+    ledger.write(now=True)
     ledger.end("failed: no such host", 0)
+    assert (tmp_path / goodput.FILE).read_bytes() == before  # no entry
     attempt(open_ledger(), clock, 10, 11, "done", stepping=10)
-    assert summarise(tmp_path).seconds == pytest.approx({"stepping": 110, "starting": 5})
+    assert summarise(tmp_path).seconds == pytest.approx({"stepping": 110, "down": 5})
 
 
 def test_a_rollback_takes_its_stepping_with_it(open_ledger, clock, tmp_path):
@@ -159,7 +161,6 @@ def test_compiling_is_taken_out_of_the_phase_it_happens_in(tmp_path):
         slow = jax.jit(lambda x: sum((x + i).sum() for i in map(np.float32, range(40))))
         slow(jax.device_put(np.ones(3, np.float32)))
         spent = time.monotonic() - began
-        ledger.compiled(slow.lower(jax.ShapeDtypeStruct((3,), np.float32)).compile().memory_analysis())
     finally:
         ledger.end("done", 1)
     (stored,) = read_attempts(tmp_path)
@@ -168,13 +169,21 @@ def test_compiling_is_taken_out_of_the_phase_it_happens_in(tmp_path):
     assert stored.seconds["evaluating"] >= 0
     assert sum(stored.seconds.values()) <= time.monotonic() - began  # moved, not added
     assert stored.compiles >= 1
-    assert stored.step_bytes["argument"] >= 12
-    assert stored.step_bytes["total"] >= stored.step_bytes["argument"]
+
+
+def test_the_last_step_that_was_measured_is_told_of(open_ledger, clock, tmp_path):
+    for size in (3 * 2**20, None):
+        ledger = open_ledger()
+        ledger.compiled(size)
+        attempt(ledger, clock, 0, 10, "done", stepping=1)
+    assert [stored.step_bytes for stored in read_attempts(tmp_path)] == [3 * 2**20, None]
+    assert summarise(tmp_path).step_bytes == 3 * 2**20
 
 
 def test_other_threads_compile_beside_the_loop(tmp_path):
     ledger = Ledger(tmp_path)
     try:
+        ledger.begin(0)
         ledger.enter("stepping")
         x = jax.device_put(np.ones(3, np.float32))
         compile_it = jax.jit(lambda x: x * x + x)
@@ -190,6 +199,7 @@ def test_other_threads_compile_beside_the_loop(tmp_path):
 
 def test_hits_of_the_persistent_cache_are_counted(open_ledger, tmp_path):
     ledger = open_ledger()
+    ledger.begin(0)
     jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
     jax.monitoring.record_event("/jax/compilation_cache/other")
     ledger.end("done", 0)
@@ -202,8 +212,10 @@ def test_the_listeners_go_with_the_end(tmp_path):
 
     before = list(monitoring.get_event_duration_listeners()), list(monitoring.get_event_listeners())
     ledger = Ledger(tmp_path)
+    ledger.begin(0)
     ledger.end("done", 0)
     ledger.end("failed: later", 0)
+    Ledger(tmp_path).end("failed before it began", 0)
     assert before == (list(monitoring.get_event_duration_listeners()), list(monitoring.get_event_listeners()))
     assert read_attempts(tmp_path)[0].ended == "done"
 
@@ -220,9 +232,7 @@ def test_the_fullest_device_is_told_where_devices_tell(open_ledger, tmp_path, mo
     devices = [Device({"peak_bytes_in_use": 3 * 2**30}), Device({"peak_bytes_in_use": 5 * 2**30}), Device(None)]
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
     ledger.end("done", 0)
-    result = summarise(tmp_path)
-    assert result.peak_bytes == 5 * 2**30
-    assert "5.00 GiB" in shown(Goodput(seconds={"stepping": 1.0}, peak_bytes=result.peak_bytes))
+    assert summarise(tmp_path).peak_bytes == 5 * 2**30
 
 
 def test_writes_are_throttled_but_for_the_last(open_ledger, clock, tmp_path):
@@ -247,7 +257,10 @@ def test_a_damaged_or_foreign_file_is_set_aside(open_ledger, clock, tmp_path, ca
         (tmp_path / goodput.FILE).write_bytes(content)
         assert "goodput.json" in (summarise(tmp_path).unreadable or "")
         with caplog.at_level(logging.WARNING):
-            open_ledger().end("done", 0)
+            ledger = open_ledger()
+            assert (tmp_path / goodput.FILE).read_bytes() == content
+            ledger.begin(0)
+            ledger.end("done", 0)
         assert "set aside" in caplog.text
         aside = "goodput.json.damaged" + (f".{number}" if number else "")
         assert (tmp_path / aside).read_bytes() == content
@@ -256,6 +269,7 @@ def test_a_damaged_or_foreign_file_is_set_aside(open_ledger, clock, tmp_path, ca
 
 def test_a_full_disk_is_told_of_once_and_ends_nothing(open_ledger, clock, tmp_path, caplog, monkeypatch):
     ledger = open_ledger()
+    ledger.begin(0)
 
     def full(path: Path, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
@@ -272,44 +286,9 @@ def test_a_full_disk_is_told_of_once_and_ends_nothing(open_ledger, clock, tmp_pa
 def test_no_ledger_is_no_attempt(tmp_path):
     result = summarise(tmp_path)
     assert (result.attempts, result.total_s, result.goodput) == (0, 0, 0)
-    assert "nothing recorded" in shown(result)
 
 
-def test_a_kind_of_a_newer_version_is_shown(tmp_path):
+def test_a_kind_of_a_newer_version_is_counted(tmp_path):
     stored = {"started": 0, "written": 9, "seconds": {"dreaming": 9.0}, "news": 1}
     (tmp_path / goodput.FILE).write_text(json.dumps({"version": 1, "attempts": [stored]}))
-    assert "dreaming" in shown(summarise(tmp_path))
-
-
-def shown(result: goodput.Goodput) -> str:
-    console = Console(width=100)
-    with console.capture() as captured:
-        console.print(render(result))
-    return captured.get()
-
-
-def test_the_picture_fits_and_its_bar_is_whole(open_ledger, clock, tmp_path):
-    attempt(open_ledger(), clock, 0, 10, None, stepping=97, saving=1, starting=0.3, data=0.1)
-    clock.now += 7
-    attempt(open_ledger(), clock, 5, 10, "done", stepping=33)
-    text = shown(summarise(tmp_path))
-    assert max(map(len, text.splitlines())) <= 100
-    bar = text.splitlines()[1].strip()
-    assert len(bar) == goodput._BAR_WIDTH
-    for word in ("goodput", "stepping", "lost", "down", "5 steps lost"):
-        assert word in text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.4, "0.40 s"),
-        (12.34, "12.3 s"),
-        (59.96, "1 min 00 s"),
-        (245, "4 min 05 s"),
-        (3 * 3600 + 7 * 60, "3 h 07 min"),
-        (52 * 3600, "2 d 04 h"),
-    ],
-)
-def test_durations_read_well(seconds, text):
-    assert duration(seconds) == text
+    assert summarise(tmp_path).seconds == {"dreaming": 9.0}

@@ -1,4 +1,4 @@
-"""Phases, heartbeats and deadlines, with real threads, real processes and real signals."""
+"""Phases and deadlines, with real threads, real processes and real signals."""
 
 import contextlib
 import json
@@ -14,10 +14,13 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from test_heartbeat import beat
 
+from tinypod.experiment import HealthConfig
 from tinypod.health import watch as module
 from tinypod.health.goodput import Ledger, read_attempts
-from tinypod.health.watch import Health, HealthConfig, Heartbeat, read_heartbeats, suspects
+from tinypod.health.heartbeat import read_heartbeats, write_heartbeat
+from tinypod.health.watch import Health, deadline
 
 FAST = HealthConfig(
     heartbeat_s=0.2,
@@ -27,12 +30,14 @@ FAST = HealthConfig(
     step_timeout_s=1.0,
     evaluate_timeout_s=60.0,
     save_timeout_s=60.0,
+    close_timeout_s=60.0,
 )
 PREAMBLE = f"""
 import os, sys, threading, time
 from pathlib import Path
-from tinypod import health as module
-from tinypod.health.watch import Health, HealthConfig
+from tinypod.experiment import HealthConfig
+from tinypod.health import watch as module
+from tinypod.health.watch import Health
 folder, process, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 config = HealthConfig(**{FAST.model_dump()!r})
 """
@@ -55,11 +60,6 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float = 60.0) ->
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
         time.sleep(0.01)
-
-
-def beat(process: int, step: int = 41, age: float = 0.1, **changes) -> Heartbeat:
-    values = {"count": 4, "host": f"h{process}", "pid": 100 + process, "phase": "stepping", "every_s": 1.0}
-    return Heartbeat(process, **(values | {"step": step, "time": 1000.0 - age} | changes))
 
 
 # Heartbeats
@@ -117,31 +117,12 @@ def test_an_end_that_is_announced_has_not_come_yet(tmp_path):
         assert read_heartbeats(tmp_path)[0].ended is None
 
 
-def test_damaged_heartbeats_say_so(tmp_path):
-    with Health(tmp_path, 1, 6, FAST):
-        pass
-    whole = (tmp_path / "process_1.json").read_text()
-    for number, text in {0: "", 2: whole[:30], 3: "[]", 4: whole, 5: '{"process": 5, "step": "x"}'}.items():
-        (tmp_path / f"process_{number}.json").write_text(text)
-    (tmp_path / "process_1.json.tmp").write_text("{")
-    (tmp_path / "process_x.json").write_text("{")
-    beats = read_heartbeats(tmp_path)
-    assert [b.process for b in beats] == list(range(6))
-    assert [b.unreadable is None for b in beats] == [False, True, False, False, False, False]
-    assert "step is 'x'" in (beats[5].unreadable or "")
-    assert read_heartbeats(tmp_path / "nowhere") == []
-
-
-def test_a_field_of_a_newer_version_is_no_damage(tmp_path):
-    (tmp_path / "process_0.json").write_text(json.dumps({"process": 0, "step": 3, "news": 1}))
-    assert read_heartbeats(tmp_path) == [Heartbeat(0, step=3)]
-
-
 def test_processes_of_an_earlier_larger_start_are_forgotten(tmp_path):
     for process in (0, 1, 2, 10):
         with Health(tmp_path, process, 11, FAST):
             pass
-    with Health(tmp_path, 0, 2, FAST):
+    with Health(tmp_path, 0, 2, FAST) as health:
+        health.begin(0)
         assert [b.process for b in read_heartbeats(tmp_path)] == [0, 1]
 
 
@@ -157,24 +138,103 @@ def test_copies_go_to_the_object_store_now_and_then(tmp_path):
 
 def test_the_ledger_goes_to_the_object_store_with_it(tmp_path):
     published: dict[str, bytes] = {}
-    with Health(tmp_path / "health", config=FAST, ledger=Ledger(tmp_path), publish=published.__setitem__):
-        pass
+    with Health(tmp_path / "health", config=FAST, ledger=Ledger(tmp_path), publish=published.__setitem__) as health:
+        assert "goodput.json" not in published
+        health.begin(0)
     assert json.loads(published["goodput.json"])["attempts"][0]["ended"] is not None
 
 
 def test_what_cannot_be_written_is_told_of_once(tmp_path, caplog, monkeypatch):
     tried = threading.Semaphore(0)
 
-    def full(path: Path, data: bytes) -> None:
+    def full(*_: object) -> None:
         tried.release()
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(module, "replace_file", full)
+    monkeypatch.setattr(module, "write_heartbeat", full)
     with Health(tmp_path, 3, 4, FAST):
         for _ in range(3):
             assert tried.acquire(timeout=30)
     assert caplog.text.count("No space left") == 1
     assert "process 3" in caplog.text
+
+
+# Before training goes on
+
+
+def begun(folder: Path, step: int, error: Exception | None = None) -> None:
+    """A whole start of a run, with its ledger."""
+    with contextlib.suppress(RuntimeError), Health(folder / "health", 0, 2, FAST, Ledger(folder)) as health:
+        health.begin(step)
+        if error is not None:
+            raise error
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*.json"))}
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("no such host")])
+def test_a_start_that_does_not_begin_leaves_a_finished_run_as_it_was(tmp_path, error):
+    begun(tmp_path, 8)
+    write_heartbeat(tmp_path / "health", beat(1, ended="done"))
+    before = files(tmp_path)
+    with contextlib.suppress(RuntimeError), Health(tmp_path / "health", 0, 1, FAST, Ledger(tmp_path)) as health:
+        time.sleep(2 * FAST.heartbeat_s)
+        health.ends("stopped: SIGTERM")
+        if error is not None:
+            raise error
+    assert files(tmp_path) == before
+
+
+def test_a_finished_run_is_told_of_again_once_it_goes_on(tmp_path):
+    begun(tmp_path, 8)
+    write_heartbeat(tmp_path / "health", beat(2, ended="done"))
+    with Health(tmp_path / "health", 0, 2, FAST, Ledger(tmp_path)) as health:
+        assert read_heartbeats(tmp_path / "health")[0].ended == "done"
+        health.begin(9)
+        assert [(b.process, b.step, b.ended) for b in read_heartbeats(tmp_path / "health")] == [(0, 9, None)]
+        health.beat(10)
+        wait_for(lambda: read_heartbeats(tmp_path / "health")[0].step == 10, "the next heartbeat")
+    assert [attempt.first_step for attempt in read_attempts(tmp_path)] == [8, 9]
+
+
+def test_any_other_start_is_seen_at_once_but_has_no_ledger_yet(tmp_path):
+    for _ in range(2):  # the first start, and one after a failure
+        before = files(tmp_path).get(str(tmp_path / "goodput.json"))
+        with contextlib.suppress(RuntimeError), Health(tmp_path / "health", 0, 2, FAST, Ledger(tmp_path)):
+            (now,) = read_heartbeats(tmp_path / "health")
+            assert (now.phase, now.ended) == ("starting", None)
+            raise RuntimeError("no such host")
+        assert read_heartbeats(tmp_path / "health")[0].ended == "failed: no such host"
+        assert files(tmp_path).get(str(tmp_path / "goodput.json")) == before
+        begun(tmp_path, 3, RuntimeError("out of memory"))
+
+
+def test_a_finished_run_is_known_from_the_object_store(tmp_path):
+    published: list[str] = []
+
+    def fetch() -> None:
+        tmp_path.mkdir(exist_ok=True)
+        write_heartbeat(tmp_path, beat(1, ended="done"))
+
+    with Health(tmp_path, 1, 2, FAST, publish=lambda name, _: published.append(name), fetch=fetch):
+        pass
+    assert published == []
+    assert read_heartbeats(tmp_path)[0].ended == "done"
+
+
+def test_a_deadline_before_a_finished_run_goes_on_blames_nobody(tmp_path, capfd):
+    for process in range(2):
+        write_heartbeat(tmp_path, beat(process, ended="done"))
+    before = files(tmp_path)
+    exited = threading.Event()
+    with Health(tmp_path, 0, 2, short("starting"), exit=lambda code: exited.set()) as health:
+        assert exited.wait(30)
+        health._watcher.join()
+        assert "suspect: not known" in health.lost_contact(RuntimeError())
+    assert "suspect: not known" in capfd.readouterr().err
+    assert files(tmp_path) == before
 
 
 # Phases
@@ -189,6 +249,7 @@ def test_the_ledger_counts_inner_phases_once(tmp_path):
         now[0] += seconds
 
     pass_time(1)
+    health.begin(0)
     with health.phase("stepping"):
         pass_time(10)
         with health.phase("evaluating"):
@@ -198,16 +259,20 @@ def test_the_ledger_counts_inner_phases_once(tmp_path):
                 raise KeyError
             assert health.current == "evaluating"
             pass_time(200)
+        with health.phase("waiting"):
+            pass_time(3)
         pass_time(20)
+    with health.phase("closing"):
+        pass_time(4)
     assert health.current == "starting"
     ledger.end("done", 0)
-    assert read_attempts(tmp_path)[0].seconds == {"starting": 1, "stepping": 30, "evaluating": 300, "saving": 1000}
+    seconds = {"starting": 1, "stepping": 30, "evaluating": 300, "saving": 1000, "waiting": 3, "closing": 4}
+    assert read_attempts(tmp_path)[0].seconds == seconds
 
 
 def test_the_ledger_ends_as_the_process_does(tmp_path):
     with contextlib.suppress(RuntimeError), Health(tmp_path / "health", config=FAST, ledger=Ledger(tmp_path)) as health:
-        assert health.ledger is not None
-        health.ledger.begin(4)
+        health.begin(4)
         with health.phase("stepping"):
             health.beat(6)
         health.rolled_back(6, 5, 0.0)
@@ -238,6 +303,32 @@ def test_every_phase_has_a_deadline(tmp_path, capfd, phase):
     assert f"health.{module._TIMEOUTS[phase]}=0.4 has passed" in text
     assert "test_every_phase_has_a_deadline" in text  # the stack
     assert "test_every_phase_has_a_deadline" in (tmp_path / "process_0.stack.txt").read_text()
+
+
+@pytest.mark.parametrize(("phase", "seconds"), [("stepping", 300), ("closing", 1800), ("waiting", 2000 + 60)])
+def test_how_long_a_phase_may_last(tmp_path, phase, seconds):
+    now = [0.0]
+    health = Health(tmp_path, config=HealthConfig(restore_timeout_s=2000.0), monotonic=lambda: now[0])
+    with health.phase("stepping"), health.phase(phase):
+        assert not health._is_late(phase)  # sees the beat of the new phase
+        for _ in range(seconds - 1):
+            now[0] += 1
+            assert not health._is_late(phase)
+        now[0] += 1
+        assert health._is_late(phase)
+        health.beat()
+        assert not health._is_late(phase)
+
+
+def test_a_wait_for_the_others_names_the_longest_timeout(tmp_path, capfd):
+    config = HealthConfig(evaluate_timeout_s=3000.0)
+    assert deadline(config, "waiting") == (3060.0, "evaluate_timeout_s")
+    codes: list[int] = []
+    health = Health(tmp_path, config=config, exit=codes.append)
+    with health.phase("waiting"):
+        health._expire("waiting")
+    assert codes == [76]
+    assert "health.evaluate_timeout_s=3000 has passed" in capfd.readouterr().err
 
 
 def test_a_beat_or_a_new_phase_starts_the_clock_anew(tmp_path):
@@ -304,7 +395,7 @@ def test_a_file_system_that_hangs_cannot_stop_the_end(tmp_path):
 module._LAST_WORDS_S = 0.5
 with Health(folder, process, count, config) as health, health.phase("stepping"):
     stuck = lambda *_: time.sleep(3600)
-    module.replace_file = module.read_heartbeats = stuck
+    module.write_heartbeat = module.read_heartbeats = stuck
     stuck()
 """
     with child(tmp_path, body) as running:
@@ -400,39 +491,7 @@ with Health(folder, process, count, config) as health, health.phase("stepping"):
         assert running.wait(60) == 76
 
 
-# Who is to blame
-
-
-def test_the_silent_before_the_slow():
-    beats = [beat(0), beat(1, step=30), beat(2, age=12), beat(3)]
-    (text,) = suspects(beats, 4, 1000.0)
-    assert text == "process 2 (host h2, pid 102) has been silent for 12 s; it was stepping at step 41"
-
-
-def test_then_those_furthest_behind():
-    texts = suspects([beat(0), beat(1, step=30), beat(2, step=30), beat(3, step=40)], 4, 1000.0)
-    assert [text.split(" (")[0] for text in texts] == ["process 1", "process 2"]
-    assert "is stepping at step 30" in texts[0]
-
-
-def test_then_nobody():
-    assert "none stands out" in suspects([beat(i) for i in range(4)], 4, 1000.0)[0]
-    assert "this process itself" in suspects([beat(0)], 1, 1000.0)[0]
-
-
-def test_the_missing_the_ended_and_the_unreadable():
-    beats = [
-        beat(0),
-        beat(1, ended="failed: out of memory"),
-        beat(2, ended="failed: deadline"),
-        beat(3, unreadable="cut"),
-    ]
-    texts = suspects(beats, 5, 1000.0)
-    assert [text.split(":")[0] for text in texts] == [
-        "process 4 has no heartbeat",
-        "process 1 (host h1, pid 101) has ended (failed",
-        "process 3",
-    ]
+# Lost contact
 
 
 def test_a_failure_of_all_names_the_one_that_is_gone(tmp_path):
@@ -444,7 +503,7 @@ def test_a_failure_of_all_names_the_one_that_is_gone(tmp_path):
             beat(2, host=socket.gethostname(), pid=gone, time=time.time()),
         ]
         for other in others:
-            (tmp_path / f"process_{other.process}.json").write_bytes(module._encode(other))
+            write_heartbeat(tmp_path, other)
         health.beat(42)
         text = health.lost_contact(RuntimeError("Gloo: connection reset\nby peer"))
     host = socket.gethostname()
@@ -459,10 +518,10 @@ def test_a_failure_of_all_names_the_one_that_is_gone(tmp_path):
 def test_a_failure_of_all_waits_for_a_silence_to_be_told_and_no_longer(tmp_path):
     with Health(tmp_path, 0, 2, FAST) as health:
         other = beat(1, time=time.time(), every_s=FAST.heartbeat_s)
-        (tmp_path / "process_1.json").write_bytes(module._encode(other))
+        write_heartbeat(tmp_path, other)
         assert "process 1 (host h1, pid 101) has been silent" in health.lost_contact(RuntimeError("reset"))
         other = beat(1, time=time.time() + 60, ended="failed: a computation over all processes failed at step 3")
-        (tmp_path / "process_1.json").write_bytes(module._encode(other))
+        write_heartbeat(tmp_path, other)
         assert "suspect: none: all processes are alive" in health.lost_contact(RuntimeError())
 
 
@@ -470,7 +529,7 @@ def test_a_failure_of_all_waits_for_a_silence_to_be_told_and_no_longer(tmp_path)
 
 
 def test_defaults_and_limits():
-    assert HealthConfig().timeout_s("compiling") == 1800
+    assert deadline(HealthConfig(), "compiling") == (1800, "compile_timeout_s")
     with pytest.raises(ValidationError, match=r"heartbeat_s=5.0 must be at most a quarter .* step_timeout_s=2.0"):
         HealthConfig(step_timeout_s=2.0)
     with pytest.raises(ValidationError):

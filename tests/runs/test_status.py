@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tinypod.errors import UserError
 from tinypod.health import goodput
-from tinypod.health.watch import Heartbeat, _encode
+from tinypod.health.heartbeat import Heartbeat, write_heartbeat
 from tinypod.runs.status import as_json, judge, read_status, render_status
 
 NOW = 10_000.0
@@ -20,13 +21,13 @@ def beat(process: int, step: int = 1000, age: float = 1.0, ms: float = 100.0, **
     """Of a process on another host, unless it is said to be here."""
     values = {"count": 4, "host": "elsewhere", "pid": 7, "phase": "stepping", "phase_since": NOW - 90}
     values |= {"step_ms": {"p50": ms, "p90": ms, "max": ms} if ms else {}}
-    return Heartbeat(process, **(values | {"step": step, "time": NOW - age} | changes))
+    return Heartbeat(process=process, **(values | {"step": step, "time": NOW - age} | changes))
 
 
 def write(folder: Path, *beats: Heartbeat) -> Path:
     (folder / "health").mkdir(exist_ok=True)
     for one in beats:
-        (folder / "health" / f"process_{one.process}.json").write_bytes(_encode(one))
+        write_heartbeat(folder / "health", one)
     return folder
 
 
@@ -137,9 +138,12 @@ def test_everything_fits_a_terminal(tmp_path):
     assert "goodput 90.0%" in text
 
 
-def test_a_folder_without_a_run(tmp_path):
-    assert "no heartbeat" in shown(tmp_path)
+def test_a_folder_that_is_no_run_is_an_error(tmp_path):
+    for folder in (tmp_path, tmp_path / "nope"):
+        with pytest.raises(UserError, match=r"is not a run folder: it has neither config\.yaml nor health/"):
+            read_status(folder, NOW)
     (tmp_path / "config.yaml").write_text("steps: [")
+    assert "no heartbeat" in shown(tmp_path)
     assert read_status(tmp_path, NOW).steps is None
 
 

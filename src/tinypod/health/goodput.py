@@ -20,32 +20,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
+from tinypod.health.heartbeat import first_message
 from tinypod.runs.storage import replace_file
 
 logger = logging.getLogger(__name__)
 
 FILE = "goodput.json"
 _WRITE_INTERVAL_S = 3.0
-_LOST, _DOWN = "lost", "down"
-_MEANINGS = {
-    # kind: colour, what it is
-    "stepping": ("green", "training steps that were kept"),
-    "compiling": ("blue", "tracing and compiling"),
-    "data": ("cyan", "waiting for data"),
-    "evaluating": ("magenta", "evaluating"),
-    "saving": ("yellow", "writing checkpoints"),
-    "restoring": ("bright_yellow", "reading checkpoints"),
-    "starting": ("bright_blue", "starting"),
-    "ending": ("bright_black", "ending"),
-    _LOST: ("red", "steps done again after a restart or rollback"),
-    _DOWN: ("bright_red", "no process, between a crash or preemption and the next start"),
-}
-_BAR_WIDTH = 78
-_CELLS = {"stepping": "█", _LOST: "▒", _DOWN: "░"}
+LOST, DOWN = "lost", "down"  # the kinds besides the phases
 # Disjoint parts of a compile, as JAX times them; the last one is XLA's own.
 _TRACE, _LOWER, _BACKEND = (
     f"/jax/core/compile/{name}_duration" for name in ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile")
@@ -74,7 +57,7 @@ class Attempt(BaseModel):
     cache_hits: int = 0
     cache_misses: int = 0
     peak_bytes: int | None = None  # the fullest local device
-    step_bytes: dict[str, int] = {}  # the compiled step's own figures
+    step_bytes: int | None = None  # that the compiled step needs on a device
 
     @property
     def interrupted(self) -> bool:
@@ -88,7 +71,10 @@ class _File(BaseModel):
 
 
 class Ledger:
-    """The books of this attempt; only process 0 has one. `Health` enters the phases and writes it now and then."""
+    """The books of this attempt; only process 0 has one. `Health` enters the phases and writes it now and then.
+
+    A start that ends before `begin` leaves no entry, and the file as it was: after a crash its time counts as `down`.
+    """
 
     def __init__(
         self,
@@ -108,19 +94,25 @@ class Ledger:
         self._warned = self._closed = False
         self._kind, self._entered = "starting", monotonic()
         self._written_at = -math.inf
-        self._earlier = self._read_or_set_aside()
+        self._earlier: list[Attempt] = []
         now = clock()
         self._attempt = Attempt(started=now, written=now, host=socket.gethostname(), processes=processes)
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         jax.monitoring.register_event_listener(self._on_event)
-        self.write()
+
+    @property
+    def begun(self) -> bool:
+        return self._attempt.first_step is not None
 
     def begin(self, restored_step: int) -> None:
         """The step that this attempt goes on from (0: a new run); asks JAX for its devices."""
         devices = self._jax.devices()
+        if not self.begun:
+            self._earlier = self._read_or_set_aside()
         with self._lock:
             self._attempt.first_step = self._attempt.last_step = restored_step
             self._attempt.devices, self._attempt.device_kind = len(devices), devices[0].device_kind
+        self.write(now=True)
 
     def enter(self, kind: str) -> None:
         """From now on, time counts as this kind."""
@@ -132,7 +124,7 @@ class Ledger:
         """The step that the run is at."""
         with self._lock:
             self._account()
-            if self._attempt.first_step is not None and step > self._attempt.last_step:
+            if self.begun and step > self._attempt.last_step:
                 self._attempt.steps_done += step - self._attempt.last_step
                 self._attempt.last_step = step
 
@@ -146,15 +138,10 @@ class Ledger:
             self._attempt.lost_s += seconds
             self._attempt.rollbacks += 1
 
-    def compiled(self, memory: Any) -> None:
-        """The figures of `compiled.memory_analysis()`; None where the backend has none."""
-        if memory is None:
-            return
-        names = ("argument", "output", "alias", "temp", "generated_code")
-        sizes = {name: int(getattr(memory, f"{name}_size_in_bytes", 0)) for name in names}
-        sizes["total"] = sum(sizes.values()) - 2 * sizes["alias"]  # aliased: an output in an argument's place
+    def compiled(self, step_bytes: int | None) -> None:
+        """What the compiled step needs on a device; None where the backend does not say."""
         with self._lock:
-            self._attempt.step_bytes = sizes
+            self._attempt.step_bytes = step_bytes
 
     def end(self, how: str, step: int) -> None:
         """The last entry. JAX's listeners go; a second call changes nothing."""
@@ -169,8 +156,8 @@ class Ledger:
         self.write(now=True)
 
     def write(self, *, now: bool = False) -> None:
-        """To the file, at most every few seconds unless `now`. A disk that is full is told of once."""
-        if not now and self._monotonic() - self._written_at < _WRITE_INTERVAL_S:
+        """To the file, after `begin`, at most every few seconds unless `now`. A disk that is full is told of once."""
+        if not self.begun or (not now and self._monotonic() - self._written_at < _WRITE_INTERVAL_S):
             return
         self._written_at = self._monotonic()
         try:
@@ -248,8 +235,7 @@ def read_attempts(folder: Path) -> list[Attempt]:
     try:
         return _File.model_validate_json(data).attempts
     except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'file'}: {first['msg']}") from None
+        raise ValueError(first_message(error)) from None
 
 
 @dataclass(frozen=True)
@@ -264,7 +250,7 @@ class Goodput:
     compile_s: float = 0.0
     cache_hits: int = 0
     peak_bytes: int | None = None
-    step_bytes: dict[str, int] = field(default_factory=dict)
+    step_bytes: int | None = None
     hardware: str | None = None  # of the last attempt that knew
     unreadable: str | None = None
 
@@ -289,7 +275,7 @@ def summarise(folder: Path) -> Goodput:
         return Goodput()
     except (OSError, ValueError) as error:
         return Goodput(unreadable=f"{folder / FILE}: {error}")
-    seconds = dict.fromkeys(_MEANINGS, 0.0)
+    seconds = dict.fromkeys(("stepping", LOST, DOWN), 0.0)
     lost_steps = 0
     for number, attempt in enumerate(attempts):
         lost, lost_s = _lost(attempt, attempts[number + 1 :])
@@ -297,9 +283,9 @@ def summarise(folder: Path) -> Goodput:
         for kind, value in attempt.seconds.items():
             seconds[kind] = seconds.get(kind, 0.0) + value
         seconds["stepping"] -= lost_s
-        seconds[_LOST] += lost_s
+        seconds[LOST] += lost_s
         if number > 0 and attempts[number - 1].interrupted:
-            seconds[_DOWN] += max(0.0, attempt.started - attempts[number - 1].written)
+            seconds[DOWN] += max(0.0, attempt.started - attempts[number - 1].written)
     known = [attempt for attempt in attempts if attempt.devices is not None]
     return Goodput(
         seconds={kind: value for kind, value in seconds.items() if value > 0},
@@ -310,7 +296,7 @@ def summarise(folder: Path) -> Goodput:
         compile_s=sum(attempt.compile_s for attempt in attempts),
         cache_hits=sum(attempt.cache_hits for attempt in attempts),
         peak_bytes=max((a.peak_bytes for a in attempts if a.peak_bytes is not None), default=None),
-        step_bytes=next((a.step_bytes for a in reversed(attempts) if a.step_bytes), {}),
+        step_bytes=next((a.step_bytes for a in reversed(attempts) if a.step_bytes is not None), None),
         hardware=_hardware(known[-1]) if known else None,
     )
 
@@ -331,80 +317,3 @@ def _lost(attempt: Attempt, later: list[Attempt]) -> tuple[int, float]:
 def _hardware(attempt: Attempt) -> str:
     hosts = f" in {attempt.processes} processes" if attempt.processes > 1 else ""
     return f"{attempt.devices} × {attempt.device_kind}{hosts}"
-
-
-def render(goodput: Goodput) -> RenderableType:
-    """One headline, one bar, one table."""
-    if goodput.unreadable is not None:
-        return Text(f"goodput unknown: {goodput.unreadable}", style="yellow")
-    if goodput.total_s <= 0:
-        return Text("goodput: nothing recorded yet", style="dim")
-    tries = f"{goodput.attempts} attempt{'s' if goodput.attempts != 1 else ''}"
-    headline = Text.assemble(
-        ("goodput ", ""), (f"{goodput.goodput:.1%}", "bold green"), f" of {duration(goodput.total_s)} in {tries}"
-    )
-    table = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
-    for justify in ("left", "right", "right", "left"):
-        table.add_column(justify=justify)
-    for kind in _kinds(goodput):
-        colour, meaning = _MEANINGS.get(kind, ("white", ""))
-        name = Text.assemble((f"{_CELLS.get(kind, '▓')} ", colour), kind)
-        table.add_row(name, duration(goodput.seconds[kind]), f"{goodput.share(kind):.1%}", Text(meaning, style="dim"))
-    return Group(headline, _bar(goodput), table, *(Text(line, style="dim") for line in _facts(goodput)))
-
-
-def _kinds(goodput: Goodput) -> list[str]:
-    """In the table's order, then any that a newer version knows."""
-    return [*(k for k in _MEANINGS if k in goodput.seconds), *(k for k in goodput.seconds if k not in _MEANINGS)]
-
-
-def _bar(goodput: Goodput) -> Text:
-    """Cells by largest remainder, so that the bar is always as wide."""
-    kinds = _kinds(goodput)
-    exact = [goodput.share(kind) * _BAR_WIDTH for kind in kinds]
-    cells = [int(width) for width in exact]
-    spare = sorted(range(len(kinds)), key=lambda i: cells[i] - exact[i])[: _BAR_WIDTH - sum(cells)]
-    bar = Text()
-    for i, kind in enumerate(kinds):
-        cell = _CELLS.get(kind, "▓")  # to be told apart in a log without colours, too
-        bar.append(cell * (cells[i] + (i in spare)), style=_MEANINGS.get(kind, ("white", ""))[0])
-    return bar
-
-
-def _facts(goodput: Goodput) -> list[str]:
-    lines = []
-    if goodput.lost_steps:
-        back = f", {goodput.rollbacks} rollbacks" if goodput.rollbacks else ""
-        lines.append(f"{goodput.lost_steps:,} steps lost{back}")
-    if goodput.compiles:
-        hits = f", {goodput.cache_hits} of them from the cache" if goodput.cache_hits else ""
-        lines.append(f"XLA: {goodput.compiles:,} compiles in {duration(goodput.compile_s)}{hits}")
-    memory = []
-    if goodput.step_bytes.get("total"):
-        memory.append(f"the step needs {_size(goodput.step_bytes['total'])} a device")
-    if goodput.peak_bytes is not None:
-        memory.append(f"the fullest device reached {_size(goodput.peak_bytes)}")
-    if memory:
-        lines.append(f"memory: {', '.join(memory)}")
-    if goodput.hardware is not None:
-        lines.append(f"on {goodput.hardware}")
-    return lines
-
-
-def duration(seconds: float) -> str:
-    """`0.42 s`, `12.3 s`, `4 min 05 s`, `3 h 07 min`, `2 d 04 h`."""
-    if seconds < 59.95:
-        return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours < 24 else f"{hours // 24} d {hours % 24:02d} h"
-
-
-def _size(size_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size_bytes < 1024:
-            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
-        size_bytes /= 1024
-    return f"{size_bytes:.2f} GiB"

@@ -5,11 +5,8 @@ lines are strict JSON, so a value that is not finite is the string "nan", "inf" 
 that float. Rows of one step (training and evaluation) stay apart. A line counts once its newline is on disk:
 what a kill leaves after the last newline was never written, and the next writer removes it.
 
-A run that goes on from step S first drops the rows after S, which it will write again. Then the mirrors make
-themselves equal to the log: TensorBoard and offline W&B are written anew; online W&B goes on after the rows
-that the server has or, where a rewind has taken back rows that it may have, is overwritten from row 0. W&B's
-own `_step` is the row's number in the log (W&B merges rows of one step and drops a step lower than its last);
-charts use our `step`. The server overwrites row by row: it shows old rows until the run is past them again.
+A run that goes on from step S first drops the rows after S, which it will write again. Then the mirrors
+(`mirrors.py`) make themselves equal to the log.
 """
 
 from __future__ import annotations
@@ -19,24 +16,19 @@ import io
 import json
 import logging
 import math
-import shutil
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tinypod.errors import StorageError, UserError
 from tinypod.experiment import WandbConfig
+from tinypod.runs.mirrors import Mirror, Row, TensorBoardMirror, WandbMirror
 from tinypod.runs.storage import replace_file
 
 logger = logging.getLogger(__name__)
 
-Row = dict[str, float]  # "step" is an int, "time" and every metric a float
-
 _MIRROR_FAILED = "%s %s: %s. Training goes on, and metrics.jsonl has every row."
-_EVENT_FILE_SUFFIX = ".tinypod"  # tells our event files from others, such as the profiler's
-_WANDB_FINISH_TIMEOUT_S = 300.0  # W&B's default waits for ever; what is not uploaded then goes up on resume
 
 
 def make_row(step: int, values: Mapping[str, float]) -> Row:
@@ -104,99 +96,6 @@ class MetricsLog:
                 f"{self.path}:{number}: not a row of metrics ({error}): {line[:80]!r}. Expected a JSON "
                 "object with an integer step, a time and numbers; correct the line or remove it."
             ) from error
-
-
-class TensorBoardMirror:
-    """`run_dir/tensorboard/`: one event file, written anew from the log on opening."""
-
-    def __init__(self, run_dir: Path) -> None:
-        # Not SummaryWriter: once the disk is full its queue blocks the caller for ever, and its flush() does
-        # not wait for the queue.
-        from tensorboardX.event_file_writer import EventsWriter
-
-        folder = run_dir / "tensorboard"
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob(f"events.out.tfevents.*{_EVENT_FILE_SUFFIX}"):
-            old.unlink()
-        self._events = EventsWriter(str(folder / "events"), _EVENT_FILE_SUFFIX)
-        for row in MetricsLog(run_dir).read():
-            self._add(row)
-        self._events.flush()
-
-    def write(self, row: Row) -> None:
-        self._add(row)
-        self._events.flush()
-
-    def close(self, *, failed: bool = False) -> None:
-        self._events.close()
-
-    def _add(self, row: Row) -> None:
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.proto.summary_pb2 import Summary
-
-        values = Summary(value=[Summary.Value(tag=k, simple_value=v) for k, v in _metrics(row).items()])
-        self._events.write_event(Event(wall_time=row["time"], step=row["step"], summary=values))
-
-
-class WandbMirror:
-    """One W&B run through every resume. `wandb.json` has its id and which rows of the log W&B may have."""
-
-    def __init__(self, run_dir: Path, settings: WandbConfig, config: dict[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise UserError("W&B is missing: pip install 'tinypod[wandb]', or turn it off.") from error
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self._path, self._online = run_dir / "wandb.json", settings.mode == "online"
-        # rows: how many rows of the log W&B may have; time: the last of these, by its time; stale: up to
-        # which row W&B may have others, from before a rewind, and 0 only when it surely has none.
-        self._state: dict[str, Any] = {"id": uuid.uuid4().hex[:8], "rows": 0, "time": 0.0, "stale": 0}
-        if self._path.exists():
-            self._state = json.loads(self._path.read_text())
-        rows, given = MetricsLog(run_dir).read(), self._state["rows"]
-        same = given == 0 or (given <= len(rows) and self._state["time"] == rows[given - 1]["time"])
-        resume = self._online and same and self._state["stale"] == 0
-        # Saved before W&B gets a row: after a kill the record may name a row too many, never one too few.
-        stale = 0 if resume else max(self._state["stale"], given)
-        self._save(rows=len(rows), time=rows[-1]["time"] if rows else 0.0, stale=stale)
-        # Of two offline folders of one run `wandb sync` lets the later replace the earlier: one has it all.
-        for old in (run_dir / "wandb").glob(f"offline-run-*-{self._state['id']}*"):
-            shutil.rmtree(old, ignore_errors=True)
-        options: dict[str, Any] = {"console": "off"}  # only the log feeds a mirror
-        if "finish_timeout" in wandb.Settings.model_fields:  # newer than the oldest wandb that will do
-            options |= {"finish_timeout": _WANDB_FINISH_TIMEOUT_S, "finish_timeout_raises": True}
-        more: dict[str, Any] = {"id": self._state["id"], "resume": "allow" if resume else None}
-        more |= {"dir": str(run_dir), "reinit": "create_new", "settings": wandb.Settings(**options)}
-        try:
-            self._run = wandb.init(**settings.model_dump(), **more, config=config)
-        except Exception as error:
-            hint = "Run `wandb login`, set the mode to offline, or turn W&B off."
-            raise UserError(f"W&B did not start: {error}. {hint}") from error
-        self._run.define_metric("*", step_metric="step")
-        self._next = self._run.starting_step if resume else 0  # the server's own count of the rows it has
-        for row in rows[self._next :]:
-            self._log(row)
-
-    def write(self, row: Row) -> None:
-        self._save(rows=self._next + 1, time=row["time"])
-        self._log(row)
-
-    def close(self, *, failed: bool = False) -> None:
-        self._run.finish(exit_code=int(failed))  # online: returns when the server has every row, or raises
-        if self._online and self._next >= self._state["stale"]:
-            self._save(stale=0)
-
-    def _log(self, row: Row) -> None:
-        data = {"step": row["step"], "_timestamp": row["time"], **_metrics(row)}
-        self._run.log(data, step=self._next, commit=True)
-        self._next += 1
-
-    def _save(self, **changes: Any) -> None:
-        self._state |= changes
-        replace_file(self._path, json.dumps(self._state).encode(), durable=True)
-
-
-Mirror = TensorBoardMirror | WandbMirror
 
 
 class Metrics:
@@ -268,13 +167,15 @@ def open_metrics(
 
     A mirror that cannot start stops a new run with an error; a run that goes on does without it.
     """
-    MetricsLog(run_dir).rewind(resume_step if resume_step > 0 else -1)
+    log = MetricsLog(run_dir)
+    log.rewind(resume_step if resume_step > 0 else -1)
+    rows = log.read()
     openers: dict[str, Callable[[], Mirror]] = {}
     if tensorboard:
-        openers["TensorBoard"] = lambda: TensorBoardMirror(run_dir)
+        openers["TensorBoard"] = lambda: TensorBoardMirror(run_dir, rows)
     if wandb is not None and wandb.mode != "disabled":
-        openers["W&B"] = lambda: WandbMirror(run_dir, wandb, config)
-    metrics = Metrics(MetricsLog(run_dir), {})
+        openers["W&B"] = lambda: WandbMirror(run_dir, wandb, config, rows)
+    metrics = Metrics(log, {})
     for name, opener in openers.items():
         try:
             metrics.mirrors[name] = opener()
@@ -303,10 +204,6 @@ class Stopwatch:
         began = self._clock()
         yield
         self._start += self._clock() - began
-
-
-def _metrics(row: Row) -> Row:
-    return {name: value for name, value in row.items() if name not in ("step", "time")}
 
 
 def _from_json(name: str, value: object) -> float:

@@ -15,11 +15,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tinypod.health import goodput
-from tinypod.health import watch as health
-from tinypod.health.goodput import duration
-from tinypod.health.watch import Heartbeat
+from tinypod.errors import UserError
+from tinypod.health import goodput, goodput_view, heartbeat
+from tinypod.health.heartbeat import Heartbeat
 from tinypod.runs import storage
+from tinypod.runs.terminal import duration
 
 _SLOW = 1.2  # times the median of all processes
 _STEPS_BETWEEN = 2  # loops run ahead of their devices by a step or two
@@ -49,7 +49,12 @@ class RunStatus:
 
 def read_status(run_folder: Path, now: float, checkpoints: Path | str | None = None) -> RunStatus:
     """Of a run that may be running, ended or dead; reads files only. `checkpoints`: where they are, if not beside."""
-    beats = health.read_heartbeats(run_folder / health.FOLDER)
+    if not (run_folder / "config.yaml").exists() and not (run_folder / heartbeat.FOLDER).exists():
+        raise UserError(
+            f"{run_folder} is not a run folder: it has neither config.yaml nor {heartbeat.FOLDER}/. Give the folder "
+            "that `tinypod train` wrote to, e.g. runs/demo"
+        )
+    beats = heartbeat.read_heartbeats(run_folder / heartbeat.FOLDER)
     count = beats[0].count if beats and beats[0].process == 0 else 0
     beats = [beat for beat in beats if not count or beat.process < count]  # not of an earlier start with more
     processes = judge(beats, now)
@@ -113,14 +118,14 @@ def render_status(run_folder: Path, now: float, checkpoints: Path | str | None =
     if status.checkpoints:
         shown = ", ".join(f"{step:,}" for step in status.checkpoints[-5:])
         parts.append(Text(f"checkpoints: {'… ' if len(status.checkpoints) > 5 else ''}{shown}"))
-    return Group(*parts, goodput.render(status.goodput))
+    return Group(*parts, goodput_view.render(status.goodput))
 
 
 def as_json(run_folder: Path, now: float, checkpoints: Path | str | None = None) -> dict[str, Any]:
     """The same for programs; times are Unix seconds."""
     status = read_status(run_folder, now, checkpoints)
     processes = [
-        {**asdict(process.heartbeat), "lag": process.lag, "verdict": process.verdict, "alive": process.alive}
+        {**process.heartbeat.model_dump(), "lag": process.lag, "verdict": process.verdict, "alive": process.alive}
         for process in status.processes
     ]
     time_spent = {"total_s": status.goodput.total_s, "goodput": status.goodput.goodput, **asdict(status.goodput)}
@@ -182,7 +187,7 @@ def _short(seconds: float) -> str:
 
 def _summary(processes: list[ProcessStatus], missing: list[int], steps: int | None, now: float) -> str:
     if not processes:
-        return "no heartbeat: this run has not started yet, or has no health/ folder"
+        return "no heartbeat: this run has not started yet"
     of = f" of {steps:,}" if steps is not None else ""
     where = f"step {_furthest(processes):,}{of}"
     alive = sum(process.alive for process in processes)

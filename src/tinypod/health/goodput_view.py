@@ -1,0 +1,83 @@
+"""How goodput looks on a terminal: one headline, one bar, one table."""
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tinypod.health.goodput import DOWN, LOST, Goodput
+from tinypod.runs.terminal import duration, size
+
+_MEANINGS = {
+    # kind: colour, what it is
+    "stepping": ("green", "training steps that were kept"),
+    "compiling": ("blue", "tracing and compiling"),
+    "data": ("cyan", "waiting for data"),
+    "waiting": ("bright_magenta", "waiting for other processes"),
+    "evaluating": ("magenta", "evaluating"),
+    "saving": ("yellow", "writing checkpoints"),
+    "restoring": ("bright_yellow", "reading checkpoints"),
+    "starting": ("bright_blue", "starting"),
+    "closing": ("bright_cyan", "closing metrics and checkpoints"),
+    "ending": ("bright_black", "ending"),
+    LOST: ("red", "steps done again after a restart or rollback"),
+    DOWN: ("bright_red", "no process, between a crash or preemption and the next start"),
+}
+_BAR_WIDTH = 78
+_CELLS = {"stepping": "█", LOST: "▒", DOWN: "░"}
+
+
+def render(goodput: Goodput) -> RenderableType:
+    if goodput.unreadable is not None:
+        return Text(f"goodput unknown: {goodput.unreadable}", style="yellow")
+    if goodput.total_s <= 0:
+        return Text("goodput: nothing recorded yet", style="dim")
+    tries = f"{goodput.attempts} attempt{'s' if goodput.attempts != 1 else ''}"
+    headline = Text.assemble(
+        ("goodput ", ""), (f"{goodput.goodput:.1%}", "bold green"), f" of {duration(goodput.total_s)} in {tries}"
+    )
+    table = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
+    for justify in ("left", "right", "right", "left"):
+        table.add_column(justify=justify)
+    for kind in _kinds(goodput):
+        colour, meaning = _MEANINGS.get(kind, ("white", ""))
+        name = Text.assemble((f"{_CELLS.get(kind, '▓')} ", colour), kind)
+        table.add_row(name, duration(goodput.seconds[kind]), f"{goodput.share(kind):.1%}", Text(meaning, style="dim"))
+    return Group(headline, _bar(goodput), table, *(Text(line, style="dim") for line in _facts(goodput)))
+
+
+def _kinds(goodput: Goodput) -> list[str]:
+    """In the table's order, then any that a newer version knows."""
+    return [*(k for k in _MEANINGS if k in goodput.seconds), *(k for k in goodput.seconds if k not in _MEANINGS)]
+
+
+def _bar(goodput: Goodput) -> Text:
+    """Cells by largest remainder, so that the bar is always as wide."""
+    kinds = _kinds(goodput)
+    exact = [goodput.share(kind) * _BAR_WIDTH for kind in kinds]
+    cells = [int(width) for width in exact]
+    spare = sorted(range(len(kinds)), key=lambda i: cells[i] - exact[i])[: _BAR_WIDTH - sum(cells)]
+    bar = Text()
+    for i, kind in enumerate(kinds):
+        cell = _CELLS.get(kind, "▓")  # to be told apart in a log without colours, too
+        bar.append(cell * (cells[i] + (i in spare)), style=_MEANINGS.get(kind, ("white", ""))[0])
+    return bar
+
+
+def _facts(goodput: Goodput) -> list[str]:
+    lines = []
+    if goodput.lost_steps:
+        back = f", {goodput.rollbacks} rollbacks" if goodput.rollbacks else ""
+        lines.append(f"{goodput.lost_steps:,} steps lost{back}")
+    if goodput.compiles:
+        hits = f", {goodput.cache_hits} of them from the cache" if goodput.cache_hits else ""
+        lines.append(f"XLA: {goodput.compiles:,} compiles in {duration(goodput.compile_s)}{hits}")
+    memory = []
+    if goodput.step_bytes is not None:
+        memory.append(f"the step needs {size(goodput.step_bytes)} a device")
+    if goodput.peak_bytes is not None:
+        memory.append(f"the fullest device reached {size(goodput.peak_bytes)}")
+    if memory:
+        lines.append(f"memory: {', '.join(memory)}")
+    if goodput.hardware is not None:
+        lines.append(f"on {goodput.hardware}")
+    return lines
