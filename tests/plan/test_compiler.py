@@ -1,10 +1,12 @@
 """Every shipped config, compiled by the TPU compiler for a slice that is not there; recursion is shortened, to take
 seconds. What must hold of every step: one reduction of gradients, no activations sent, the state donated."""
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,7 +24,6 @@ from tinypod.plan import slices
 from tinypod.plan.analysis import Analysis
 from tpu import needs_compiler
 
-pytestmark = needs_compiler
 SHORT = ("model.H_cycles=1", "model.L_cycles=1", "data.path=nowhere")
 SMALL = ("model.hidden_size=128", "model.puzzle_embedding.width=128", "batch_size=64")  # the time goes with the sizes
 SLICES = {"demo": "v4-8", "sudoku_mlp": "v5e-8", "sudoku_attention": "v6e-4"}  # others: v5p-8
@@ -50,6 +51,7 @@ def trained_bytes(config: ExperimentConfig) -> int:
     return sum(4 * int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(trained))
 
 
+@needs_compiler
 @pytest.mark.parametrize("path", SHIPPED)
 def test_every_shipped_config_compiles_for_a_slice(path: Path) -> None:
     target = SLICES.get(path.stem, "v5p-8")
@@ -57,6 +59,7 @@ def test_every_shipped_config_compiles_for_a_slice(path: Path) -> None:
     check_step(config, found, target)
 
 
+@needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sudoku_mlp", "sudoku_attention"])
 def test_the_recipes_compile_as_they_are_for_a_v4_64(name: str) -> None:
@@ -84,6 +87,7 @@ def check_step(config: ExperimentConfig, found: Analysis, target: str) -> None:
     assert 0 < found.memory.needed < slices.find_slice(target).generation.usable_bytes
 
 
+@needs_compiler
 def test_fsdp_and_tensor_collectives_stay_on_their_axes() -> None:
     """Weights are gathered over fsdp and partial sums added over tensor; no more than that crosses the data axis."""
     config, found = compile_for(
@@ -104,6 +108,7 @@ def test_fsdp_and_tensor_collectives_stay_on_their_axes() -> None:
     assert work.unwanted == ()
 
 
+@needs_compiler
 def test_a_step_that_does_not_fit_says_by_how_much() -> None:
     _, found = compile_for(CONFIGS / "trm" / "sudoku_mlp.yaml", "v5e-1", "batch_size=32768", "model.unroll=false")
     assert found.work is None
@@ -112,6 +117,7 @@ def test_a_step_that_does_not_fit_says_by_how_much() -> None:
     assert found.memory.activations > 0
 
 
+@needs_compiler
 def test_the_compiler_is_known_by_its_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Not by where it lies: JAX points to the package's library when it is imported."""
     assert tpu_compiler.compiler_version() == version("libtpu")
@@ -121,6 +127,7 @@ def test_the_compiler_is_known_by_its_version(monkeypatch: pytest.MonkeyPatch, t
     assert tpu_compiler.compiler_version().startswith(f"{own} of ")
 
 
+@needs_compiler
 def test_what_the_child_refuses_is_an_error_here() -> None:
     with pytest.raises(ConfigError, match="does not divide dimension"):
         compile_for(CONFIGS / "demo.yaml", "v4-8", "mesh.fsdp=4", "model.hidden_size=90")
@@ -143,23 +150,34 @@ def test_a_compiler_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_p
         tpu_compiler.compile_for(config, describe_data(config), slices.find_slice("v4-8"))
 
 
-def test_a_parent_that_is_killed_leaves_no_compiler_behind(tmp_path: Path) -> None:
-    path = CONFIGS / "trm" / "sudoku_mlp.yaml"
-    command = [sys.executable, "-m", "tinypod", "plan", str(path), "--slice", "v4-8", "data.path=nowhere"]
+PARENT = """
+import sys, time
+from tinypod.plan import compiler
+child = compiler.start_child()
+if sys.argv[1] == "later":
+    child.stdin.write(" " * 2**20)  # more than a pipe holds: done when the child, all its imports made, reads
+    child.stdin.flush()
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def orphans_are_ours() -> Iterator[None]:
+    """Linux hands the orphans of our children to us, who can then wait for their end."""
+    prctl, subreaper = ctypes.CDLL(None).prctl, 36
+    prctl(subreaper, 1)
+    yield
+    prctl(subreaper, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+@pytest.mark.parametrize("when", ["at once", "later"])
+def test_a_parent_that_is_killed_leaves_no_compiler_behind(orphans_are_ours: None, when: str) -> None:
     with subprocess.Popen(
-        command, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)}, stderr=subprocess.PIPE
+        [sys.executable, "-c", PARENT, when], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as parent:
-        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
-        while not (found := children.read_text().split()):
-            assert parent.poll() is None
-            time.sleep(0.1)
-        child = Path(f"/proc/{found[0]}")
-        while b"tinypod.plan.compiler" not in child.joinpath("cmdline").read_bytes():
-            time.sleep(0.1)
-        time.sleep(3)  # it is at work: a compilation takes a minute
+        child = int(parent.stdout.readline())
         parent.kill()
-    for _ in range(100):
-        if not child.exists():
-            return
-        time.sleep(0.1)
-    raise AssertionError("the compiler goes on, for nobody")
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (-signal.SIGKILL, 137)  # by the kernel, or by itself before anything was imported

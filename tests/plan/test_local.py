@@ -1,8 +1,10 @@
 """Plans for the devices at hand: the prediction's arithmetic, and that measuring runs steps."""
 
+import dataclasses
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -47,7 +49,7 @@ def test_where_it_does_not_fit_a_cut_is_found(data: Path, monkeypatch: pytest.Mo
     config = tiny_config(data, "batch_size=64")
     needed = local_device.plan_here(config, quiet(), measure=False).analysis.memory
     room = needed.state + int(0.66 * (needed.needed - needed.state))
-    monkeypatch.setattr(local_device, "memory_bytes", lambda: room)
+    monkeypatch.setattr(local_device, "device_bytes", lambda: room)
     failed = local_device.plan_here(config, quiet(), measure=True)
     assert not failed.fits
     assert failed.measured_s is None
@@ -56,6 +58,51 @@ def test_where_it_does_not_fit_a_cut_is_found(data: Path, monkeypatch: pytest.Mo
     assert found.fits
     assert found.overrides
     assert found.measured_s is not None
+
+
+def without_memory(experiment):
+    """A compiler that runs out of memory with more than two rows a device, and does not say what it needs."""
+    if experiment.config.batch_size // experiment.config.accumulation > 2 * experiment.mesh.size:
+        message = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 30.5GiB."
+        lower = SimpleNamespace(compile=lambda: raise_(jax.errors.JaxRuntimeError(message)))
+        experiment = dataclasses.replace(experiment, train_step=SimpleNamespace(lower=lambda *arguments: lower))
+    return analysis.analyse(experiment)
+
+
+def raise_(error: Exception) -> None:
+    raise error
+
+
+def test_a_variant_is_suggested_where_the_compiler_ran_out(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_device, "analyse", without_memory)
+    config = tiny_config(data, "batch_size=64", "model.remat=true")
+    assert local_device.suggest(config) == "accumulation=4"
+    failed = local_device.plan_here(config, quiet(), measure=False)
+    memory = failed.analysis.memory
+    assert not failed.fits
+    assert memory.needed == sum(memory.parts().values())
+    assert memory.temporaries == 0  # not known
+    shown = Console(file=io.StringIO(), width=120)
+    shown.print(local_device.render(failed))
+    assert "at least" in shown.file.getvalue()
+
+
+@pytest.mark.slow
+def test_a_variant_is_suggested_where_the_numbers_say_it_fits(data: Path) -> None:
+    """It ran out all the same: what is suggested needs less."""
+    config = tiny_config(data, "batch_size=64")
+    found = local_device.suggest(config)
+    assert found
+    before, after = (
+        local_device.plan_here(config, quiet(), measure=False, overrides=overrides).analysis.memory.needed
+        for overrides in ((), tuple(found.split()))
+    )
+    assert after < 0.9 * before
+
+
+def test_a_suggestion_raises_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert local_device.suggest(tiny_config(tmp_path / "nothing", "data.expected=null")) is None
+    assert "looking for a variant that fits failed" in caplog.text
 
 
 def test_the_probe_is_a_speed() -> None:

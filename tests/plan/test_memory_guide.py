@@ -1,6 +1,7 @@
 """The guide finds the largest batch with few compilations, and writes only its own part of the file."""
 
 import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ from fake_compiler import install
 from fixtures import CONFIGS
 from tinypod.config import load
 from tinypod.experiment import ExperimentConfig
-from tinypod.plan import memory_guide, slices
+from tinypod.plan import slices
 from tinypod.plan.prices import read_prices
 from tinypod.plan.slices import GIB
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import memory_guide
 
 QUIET = Console(file=io.StringIO())
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -129,6 +130,24 @@ def test_what_the_environment_changes_is_part_of_the_key(compiler, monkeypatch) 
     assert not planner(sudoku()).plan(V4_64).cached
 
 
+def test_a_schedule_without_a_warm_up_has_a_key(compiler, monkeypatch) -> None:
+    compiler()
+    original = ExperimentConfig.model_dump
+
+    def without_warm_up(self, **settings):
+        tree = original(self, **settings)
+        del tree["optimizer"]["schedule"]["warmup_steps"]
+        return tree
+
+    keys = {cache_key(sudoku(f"optimizer.schedule.warmup_steps={steps}")) for steps in (0, 7)}
+    monkeypatch.setattr(ExperimentConfig, "model_dump", without_warm_up)
+    assert keys == {cache_key(sudoku())}
+
+
+def cache_key(config: ExperimentConfig) -> str:
+    return plan.cache_key(config, describe_data(config).info, V4_64)
+
+
 def test_a_damaged_cache_is_made_again(compiler) -> None:
     fake = compiler()
     planner(sudoku()).plan(V4_64)
@@ -205,6 +224,34 @@ def test_parts_need_not_be_a_power_of_two(compiler) -> None:
     found = fit(made, V4_8)
     assert found is not None
     assert found.overrides == ("accumulation=5",)
+
+
+def test_a_refusal_that_does_not_say_how_much_it_needs(compiler, monkeypatch) -> None:
+    """Then the parts are doubled until it fits."""
+    fake = compiler(split_gib=1.0)
+
+    def silent(*arguments, **settings):
+        found = fake(*arguments, **settings)
+        least = found.memory.model_copy(update={"needed": 2 * 2**30})
+        return found if found.work else found.model_copy(update={"memory": least})
+
+    monkeypatch.setattr(tpu_compiler, "compile_for", silent)
+    found = fit(planner(sudoku("model.remat=true", "batch_size=61440")), V4_8)
+    assert found is not None
+    assert found.overrides == ("accumulation=4",)  # 60 GiB: two parts leave no room for the state
+    assert [parts for _, parts, *_ in fake.asked] == [1, 2, 4]
+
+
+def test_a_model_without_remat_is_cut_only(compiler, monkeypatch) -> None:
+    fake = compiler(split_gib=1.0)
+    config = sudoku()
+    made = planner(config)
+    failed = made.plan(V4_8)
+    without = config.model_copy(update={"model": SimpleNamespace()})
+    found = search.find_fit(without, failed, lambda overrides: made.plan(V4_8, overrides))
+    assert found is not None
+    assert found.overrides == ("accumulation=3",)
+    assert not any(remat for *_, remat in fake.asked)
 
 
 def test_a_variant_that_cannot_be_compiled_is_left_out(compiler, monkeypatch, caplog) -> None:

@@ -159,25 +159,3 @@ def _plan_local(config: Any, *, measure: bool, search: bool, as_json: bool) -> N
         return
     for plan in shown:
         console.print(local_device.render(plan))
-
-
-@app.command("memory-guide")
-def memory_guide(
-    configs: Annotated[list[str], typer.Argument(help="YAML configs.")],
-    out: Annotated[Path, typer.Option(help="The Markdown file to write its tables into, below its first paragraphs.")],
-    slice_names: Annotated[list[str] | None, typer.Option("--slice", help="Slices; default: a usual choice.")] = None,
-    remat: Annotated[bool, typer.Option("--remat", help="Also with `model.remat=true`: twice the time.")] = False,
-) -> None:
-    """Which batch fits which chip, for each config: regenerates `docs/memory.md` by compiling.
-
-    It takes minutes for each config and generation of chips; what was compiled is kept, so that it can be stopped and
-    started again.
-
-    Example: `tinypod memory-guide demo configs/trm/*.yaml --out docs/memory.md`
-    """
-    from tinypod.plan.memory_guide import DEFAULT_SLICES, make_guide, write_guide
-    from tinypod.plan.prices import read_prices
-
-    loaded = [(Path(name).stem, load_config(name, None)) for name in configs]
-    write_guide(out, make_guide(loaded, slice_names or DEFAULT_SLICES, read_prices(None), errors, remat=remat))
-    console.print(f"wrote {out}", highlight=False)

@@ -1,9 +1,8 @@
 """What a compiled step needs and does, on whatever devices it was compiled for: the facts that plans are made of.
 
-Memory is what the compiler itself counts. The state's parts in it are exact. What the forward pass keeps for the
-backward pass (`activations`) and the `temporaries` share the rest as the buffers do that are live at the program's
-peak. Of a step that the compiler refused there is no program: activations are then what tracing says, `temporaries` the
-rest. All numbers are for one device and one step.
+What a step needs is what the compiler counts. The state's parts in it are exact; `activations` is what tracing says
+that the forward pass keeps for the backward pass; `temporaries` is the rest. All numbers are for one device and one
+step.
 """
 
 import math
@@ -16,10 +15,11 @@ from pydantic import BaseModel, ConfigDict
 
 from tinypod import sharding
 from tinypod.experiment import Experiment
+from tinypod.health.memory import is_out_of_memory, step_bytes
 from tinypod.plan import hlo
 from tinypod.step import bind_loss
 
-_OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)")
+_NEEDED = re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM")  # as the TPU compiler says it
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -107,7 +107,7 @@ class Work(Facts):
 
 
 class Analysis(Facts):
-    """Of one config on one set of devices. `work` is None where the compiler refused: the step does not fit."""
+    """Of one config on one set of devices. `work` is None where the compiler ran out of memory."""
 
     mesh: dict[str, int]
     memory: Memory
@@ -124,34 +124,19 @@ def analyse(experiment: Experiment) -> tuple[Analysis, Any]:
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        found = _OUT_OF_MEMORY.search(str(error))
-        if found is None:
+        if not is_out_of_memory(error):
             raise
-        needed = int(float(found[1]) * _UNITS[found[2]])
-        memory = split_memory(experiment, needed)
+        found = _NEEDED.search(str(error))
+        memory = split_memory(experiment, int(float(found[1]) * _UNITS[found[2]]) if found else None)
         return Analysis(mesh=mesh, memory=memory, work=None, compile_s=time.perf_counter() - began), None
     compile_s = time.perf_counter() - began
-    text = compiled.as_text()
-    live = hlo.live_at_peak(text)
-    kept = live.forward_bytes / max(1, live.forward_bytes + live.other_bytes)
-    on_tpu = experiment.mesh.devices.flat[0].platform == "tpu"
-    memory = split_memory(experiment, needed_bytes(compiled.memory_analysis(), on_tpu), kept)
-    return Analysis(mesh=mesh, memory=memory, work=_work(hlo.read(text, mesh)), compile_s=compile_s), compiled
+    memory = split_memory(experiment, step_bytes(compiled))
+    work = _work(hlo.read(compiled.as_text(), mesh))
+    return Analysis(mesh=mesh, memory=memory, work=work, compile_s=compile_s), compiled
 
 
-def needed_bytes(memory: Any, on_tpu: bool) -> int:
-    """The TPU compiler's peak is the number that it holds against the HBM; elsewhere the peak may leave temporaries
-    out, and the sizes of the buffers that are allocated are added up."""
-    if memory is None:  # a backend that does not say
-        return 0
-    if on_tpu:
-        return int(memory.peak_memory_in_bytes)
-    total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    return int(total - memory.alias_size_in_bytes)
-
-
-def split_memory(experiment: Experiment, needed: int, kept: float | None = None) -> Memory:
-    """`kept`: the activations' share of what is not state; None: not known."""
+def split_memory(experiment: Experiment, needed: int | None) -> Memory:
+    """`needed`: by the compiler; None: it does not say, and the parts that are known make the least it can be."""
     state = experiment.abstract_state
     parts = {
         "weights": _bytes(state.params),
@@ -160,8 +145,10 @@ def split_memory(experiment: Experiment, needed: int, kept: float | None = None)
         "carry": _bytes(state.carry),
         "data": _bytes(experiment.abstract_source),
     }
-    rest = max(0, needed - sum(parts.values()))
-    activations = min(rest, kept_for_backward(experiment)) if kept is None else int(rest * kept)
+    known, kept = sum(parts.values()), kept_for_backward(experiment)
+    needed = known + kept if needed is None else needed
+    rest = max(0, needed - known)
+    activations = min(rest, kept)
     return Memory(needed=needed, **parts, activations=activations, temporaries=rest - activations)
 
 

@@ -1,7 +1,7 @@
 """The TPU compiler, in a process of its own: it needs no TPU, takes minutes, and may end the process it is in.
 
 The parent sends a config and a slice as JSON; the child builds the experiment for the slice's devices, compiles its
-step and answers with an Analysis. Ctrl-C in the parent ends the child at once.
+step and answers with an Analysis. Ctrl-C in the parent ends the child at once, and so does the parent's own end.
 """
 
 import json
@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from tinypod.cluster.children import with_parent
 from tinypod.data.puzzles import DatasetInfo
 from tinypod.errors import ConfigError, DataError, DeadlineError, UserError
 from tinypod.experiment import DataFound, ExperimentConfig
@@ -77,17 +78,22 @@ def compile_for(
     return Analysis.model_validate(answer)
 
 
-def _ask(request: str, name: str, tick: Callable[[float], None], timeout_s: float) -> tuple[str, str, int]:
-    """What the child printed, on stdout and stderr, and its exit code."""
-    began, sent = time.monotonic(), request
-    with subprocess.Popen(
-        [sys.executable, "-m", "tinypod.plan.compiler"],
+def start_child() -> subprocess.Popen[str]:
+    """The compiler's process, which waits for a request on its stdin."""
+    return subprocess.Popen(
+        with_parent([sys.executable, "-m", "tinypod.plan.compiler", str(os.getpid())]),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | ALONE,
-    ) as child:
+    )
+
+
+def _ask(request: str, name: str, tick: Callable[[float], None], timeout_s: float) -> tuple[str, str, int]:
+    """What the child printed, on stdout and stderr, and its exit code."""
+    began, sent = time.monotonic(), request
+    with start_child() as child:
         try:
             while True:
                 try:
@@ -107,20 +113,20 @@ def _last(text: str, lines: int = 15) -> str:
 
 
 def _end_with(parent: int) -> None:
-    """A parent that was killed does not come back for the answer."""
+    """Where the kernel does not do it: a parent that was killed does not come back for the answer."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
 
 
 def _serve() -> None:
+    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
     import jax
     from jax.experimental import topologies
 
     from tinypod.experiment import build
     from tinypod.plan.analysis import analyse
 
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     request = json.load(sys.stdin)
     target = slices.find_slice(request["slice"])
     jax.config.update("jax_enable_compilation_cache", False)  # what it compiles for absent devices cannot be read back

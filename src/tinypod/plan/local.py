@@ -5,7 +5,7 @@ the roofline of the compiled step's kernels, one after the other, at these two s
 in it.
 """
 
-import os
+import logging
 import statistics
 import sys
 import time
@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tinypod.experiment import Experiment, ExperimentConfig, build, describe_data
+from tinypod.health.memory import device_bytes
 from tinypod.models import trm
 from tinypod.plan.analysis import Analysis, Facts, analyse
 from tinypod.plan.planner import changed
@@ -30,6 +31,9 @@ from tinypod.plan.tables import traffic_text, work_as_json
 
 MEASURED_STEPS = 10
 _PROBE_S = 0.3  # how long each probe goes on, at least
+_LESS = 0.9  # of what a step needed that ran out of memory, although by the numbers it fits: a suggestion's most
+
+logger = logging.getLogger(__name__)
 
 
 class Probe(Facts):
@@ -76,31 +80,76 @@ class LocalPlan(Facts):
 
 
 def plan_here(
-    config: ExperimentConfig, console: Console, *, measure: bool, overrides: tuple[str, ...] = ()
+    config: ExperimentConfig,
+    console: Console,
+    *,
+    measure: bool,
+    overrides: tuple[str, ...] = (),
+    probe: Probe | None = None,
 ) -> LocalPlan:
-    """Compile for the local devices and predict; `measure`: run ten steps, too, if they fit."""
+    """Compile for the local devices and predict; `measure`: run ten steps, too, if they fit. Without a `probe` the
+    device is probed."""
     config = changed(config, overrides)
     experiment = build(config, data=describe_data(config))
     what = f" with {' '.join(overrides)}" * bool(overrides)
     with Status(f"compiling for the device at hand{what}", console=console):
         analysis, compiled = analyse(experiment)
     measured: dict[str, Any] = {}
-    if measure and compiled is not None and _has_room(analysis.memory.needed):
+    there = device_bytes()
+    if measure and compiled is not None and (there is None or analysis.memory.needed <= there):
         with Status(f"running {MEASURED_STEPS} steps", console=console):
             measured["measured_s"] = measure_step(experiment, compiled)
         # Before the probe, whose arrays would count, too.
         measured["measured_peak_bytes"] = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    with Status("probing the device", console=console):
-        probe = probe_device(config.model.dtype)
+    if probe is None:
+        with Status("probing the device", console=console):
+            probe = probe_device(config.model.dtype)
     return make_local_plan(experiment, analysis, probe, overrides).model_copy(update=measured)
 
 
 def find_fit_here(config: ExperimentConfig, failed: LocalPlan, console: Console, *, measure: bool) -> LocalPlan | None:
     """The fastest variant found that fits, measured if asked for."""
-    found = find_fit(config, failed, lambda overrides: plan_here(config, console, measure=False, overrides=overrides))
-    return (
-        found if found is None or not measure else plan_here(config, console, measure=True, overrides=found.overrides)
+    probe = failed.probe
+    found = find_fit(
+        config,
+        failed,
+        lambda overrides: plan_here(config, console, measure=False, overrides=overrides, probe=probe),
     )
+    if found is None or not measure:
+        return found
+    return plan_here(config, console, measure=True, overrides=found.overrides, probe=probe)
+
+
+def suggest(config: ExperimentConfig, console: Console | None = None) -> str | None:
+    """For a config whose step ran out of memory here: overrides with which it fits, like `accumulation=4
+    model.remat=true`; None where none were found.
+
+    Variants are compiled, which may take minutes, and none is run. The caller should have let go of its arrays: on a
+    GPU compiling takes memory, too. It raises nothing. In a run of several processes it is None: the others may have
+    ended, and a compiler that waits for them would wait for ever.
+    """
+    try:
+        if jax.process_count() > 1:
+            return None
+        quiet = console or Console(quiet=True)
+        # The speeds only rank what fits. They are typical ones, as a full device has no room for a probe.
+        flops, bandwidth = (1e11, 1e10) if jax.default_backend() == "cpu" else (3e14, 2e12)
+        probe = Probe(
+            device_kind=jax.local_devices()[0].device_kind,
+            devices=jax.device_count(),
+            flops=flops,
+            bandwidth=bandwidth,
+            memory_bytes=device_bytes(),
+        )
+        failed = plan_here(config, quiet, measure=False, probe=probe)
+        if failed.fits:  # but it did not
+            less = probe.model_copy(update={"memory_bytes": int(_LESS * failed.analysis.memory.needed)})
+            failed = failed.model_copy(update={"probe": less, "fits": False})
+        found = find_fit_here(config, failed, quiet, measure=False)
+    except Exception as error:  # whatever it is, the error to report is the one that the caller has
+        logger.warning("looking for a variant that fits failed: %s", str(error).partition("\n")[0])
+        return None
+    return " ".join(found.overrides) if found else None
 
 
 def make_local_plan(
@@ -139,7 +188,7 @@ def probe_device(dtype: str) -> Probe:
         devices=jax.device_count(),
         flops=2 * side**3 / product_s / share,
         bandwidth=2 * row.nbytes / pass_s / share,
-        memory_bytes=memory_bytes(),
+        memory_bytes=device_bytes(),
     )
 
 
@@ -154,23 +203,6 @@ def _seconds(function: Callable[[Any], Any], argument: Any) -> float:
         jax.block_until_ready(result)
         times.append((time.perf_counter() - began) / 4)
     return statistics.median(times)
-
-
-def memory_bytes() -> int | None:
-    """What a device has for arrays, None where it does not say; CPU devices share the machine's."""
-    device = jax.local_devices()[0]
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    if limit is not None or device.platform != "cpu":
-        return limit
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
-    except (ValueError, OSError):
-        return None
-
-
-def _has_room(needed: int) -> bool:
-    there = memory_bytes()
-    return there is None or needed <= there
 
 
 def measure_step(experiment: Experiment, compiled: Any) -> float:
@@ -232,6 +264,8 @@ def render(plan: LocalPlan) -> RenderableType:
 def _memory(plan: LocalPlan) -> str | Text:
     needed, there = plan.analysis.memory.needed / GIB, plan.probe.memory_bytes
     text = f"{needed:,.2f} GiB" if there is None else f"{needed:,.2f} of {there / GIB:,.2f} GiB"
+    if not plan.fits and plan.analysis.memory.needed <= plan.usable_bytes:
+        text = f"at least {text}"  # the compiler ran out of memory and did not say more
     return text if plan.fits else Text(f"{text}: does not fit", style="bold red")
 
 

@@ -33,19 +33,6 @@ from tinypod.plan.analysis import Analysis, Facts, Work
 from tinypod.plan.prices import Prices
 from tinypod.runs import storage
 
-# The modules that decide what is compiled, and how it is read.
-_SOURCES = (
-    "models",
-    "tasks",
-    "data/views.py",
-    "step.py",
-    "optim.py",
-    "sharding.py",
-    "experiment.py",
-    "hlo",
-    "analysis.py",
-    "tpu_compiler.py",
-)
 # Of JAX's settings in the environment, those that cannot change a program.
 _HARMLESS = (
     "JAX_PLATFORMS",
@@ -299,7 +286,6 @@ def cache_key(config: ExperimentConfig, info: DatasetInfo, target: slices.Slice)
     tree["ema_decay"] = tree["ema_decay"] is not None
     tree["data"] = tree["data"]["augmentations"] if tree["data"]["augmentations"] in ("endless", 0) else "some"
     tree["nonfinite"] = tree["nonfinite"]["max_rollbacks"]
-    tree["optimizer"]["schedule"].pop("warmup_steps")
     tree["mesh"] = config.mesh.shape(target.devices)
     data = info.model_dump(mode="json", exclude={"origin", "sources", "splits"})
     split = info.splits.get(config.data.train_split)
@@ -311,9 +297,9 @@ def cache_key(config: ExperimentConfig, info: DatasetInfo, target: slices.Slice)
 
 
 def _without_numbers(tree: Any) -> Any:
-    """Rates, decays and weights are constants of the program: whatever they are, they cost the same."""
+    """Rates, decays, weights and the warm-up are constants of the program: whatever they are, they cost the same."""
     if isinstance(tree, dict):
-        return {name: _without_numbers(value) for name, value in tree.items()}
+        return {name: _without_numbers(value) for name, value in tree.items() if name != "warmup_steps"}
     return "a number" if isinstance(tree, float) else tree
 
 
@@ -334,11 +320,10 @@ def _versions() -> dict[str, str]:
 
 @cache
 def _source_hash() -> str:
-    package = Path(__file__).parents[1]
-    source = hashlib.sha256()
-    for name in _SOURCES:
-        for path in sorted((package / name).rglob("*.py")) or [package / name]:
-            source.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
+    """Of the whole package: what is compiled, and how it is read, may depend on any of it."""
+    package, source = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        source.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
     return source.hexdigest()
 
 

@@ -2,8 +2,8 @@
 
 To make a config fit, a batch is cut into more parts (`accumulation`), activations are computed again in the backward
 pass (`model.remat`), and, where the state alone is too large, weights are split over more devices (`mesh.fsdp`). Of the
-variants that fit with as little splitting as possible the fastest by prediction is proposed. A compilation that runs
-out of memory is refused early and says by how much, which says where to look next.
+variants that fit with the smallest `mesh.fsdp`, the one with the shortest predicted step is proposed. A variant that
+does not fit says how much memory it needs, and from that follows which one to try next.
 
 To rank slices, one of each generation is compiled, the others are scaled from it by the rows a device has, and the best
 of those are compiled in turn.
@@ -23,7 +23,7 @@ from tinypod.plan.planner import Plan, Planner, check
 
 MAX_DEVICES = 256  # of slices that are ranked unasked
 CONFIRMED = 3  # ranked slices that are compiled, from the best on
-_HEADROOM = 0.98  # of the memory, where a guess aims at
+_HEADROOM = 0.98  # of the memory, that the next variant to try should need at most
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def find_fit(config: ExperimentConfig, failed: C, attempt: Attempt[C]) -> C | No
     for fsdp in _fsdp_sizes(failed):
         found = [
             plan
-            for remat in ([True] if config.model.remat else [False, True])
+            for remat in _remat_choices(config)
             if (plan := _smallest_accumulation(config, fsdp, remat, failed, attempt)) is not None
         ]
         if found:
@@ -60,8 +60,17 @@ def find_fit(config: ExperimentConfig, failed: C, attempt: Attempt[C]) -> C | No
     return None
 
 
+def _remat(config: ExperimentConfig) -> bool:
+    return getattr(config.model, "remat", False)
+
+
+def _remat_choices(config: ExperimentConfig) -> list[bool]:
+    """The config's own, and True where it could be; a model without the key has one choice."""
+    return [_remat(config)] if _remat(config) or not hasattr(config.model, "remat") else [False, True]
+
+
 def _fsdp_sizes(failed: Candidate) -> Iterator[int]:
-    """From the config's own on, doubling; sizes at which the state could not fit are left out."""
+    """The config's own, then twice that and so on; without those at which the state alone would not fit."""
     mesh, memory = failed.analysis.mesh, failed.analysis.memory
     split = memory.weights + memory.optimizer + memory.averages
     size = mesh["fsdp"]
@@ -74,56 +83,57 @@ def _fsdp_sizes(failed: Candidate) -> Iterator[int]:
 def _smallest_accumulation(
     config: ExperimentConfig, fsdp: int, remat: bool, failed: C, attempt: Attempt[C]
 ) -> C | None:
-    """The plan with the fewest parts that fits."""
-    rows = config.batch_size // (failed.devices // failed.analysis.mesh["tensor"])  # of a device, in all
-    parts, refused = config.accumulation, [] if _differs(config, failed, fsdp, remat) else [failed]
-    tried = [config.accumulation] * len(refused)
+    """The plan that fits with the batch in as few parts as possible; None if none does."""
+    rows = config.batch_size // (failed.devices // failed.analysis.mesh["tensor"])  # a device's share of a batch
+    parts = config.accumulation
+    same = fsdp == failed.analysis.mesh["fsdp"] and remat == _remat(config)
+    tried: list[tuple[int, C]] = [(parts, failed)] if same else []  # numbers of parts that did not fit
     while True:
-        if refused:
-            least = _parts_that_may_fit(tried, refused)
-            parts = next((count for count in range(least, rows + 1) if rows % count == 0), 0) if least else 0
-            if not parts:
+        if tried:
+            least = _next_parts(tried)
+            counts = [] if least is None else [count for count in range(least, rows + 1) if rows % count == 0]
+            if not counts:
                 return None
-        overrides = _as_overrides(config, parts, remat, fsdp)
+            parts = counts[0]
+        overrides = _as_overrides(config, parts, remat, fsdp, failed.analysis.mesh["fsdp"])
         try:
             plan = attempt(overrides)
         except ConfigError:
-            return None  # weights that do not divide
+            return None  # this number of devices does not divide the weights
         except UserError as error:
             logger.warning("%s was left out: %s", " ".join(overrides), error)
             return None
         if plan.fits:
             return plan
-        refused.append(plan)
-        tried.append(parts)
+        tried.append((parts, plan))
 
 
-def _differs(config: ExperimentConfig, failed: Candidate, fsdp: int, remat: bool) -> bool:
-    return fsdp != failed.analysis.mesh["fsdp"] or remat != config.model.remat
+def _next_parts(tried: Sequence[tuple[int, Candidate]]) -> int | None:
+    """The smallest number of parts that may fit; None if no number can.
 
-
-def _parts_that_may_fit(tried: Sequence[int], refused: Sequence[Candidate]) -> int:
-    """At least so many, by a straight line over the rows of a part; 0 if its foot, which no cut lowers, is too high.
-
-    Its foot is the state; two refusals tell of what else does not go with the rows (gradients, copies of weights).
+    Memory is taken to be `fixed + per_batch / parts`. The fixed share is at least the state; from two plans that did
+    not fit follows what else does not shrink with the parts (gradients, copies of weights).
     """
-    last = refused[-1].analysis.memory
-    foot, room = float(last.state), _HEADROOM * refused[-1].usable_bytes
-    if len(refused) > 1:
-        before = refused[-2].analysis.memory
-        slope = (before.needed - last.needed) / (1 / tried[-2] - 1 / tried[-1])
-        foot = max(foot, last.needed - slope / tried[-1])
-    return 0 if foot >= room else max(tried[-1] + 1, math.ceil(tried[-1] * (last.needed - foot) / (room - foot)))
+    parts, plan = tried[-1]
+    memory, room = plan.analysis.memory, _HEADROOM * plan.usable_bytes
+    if memory.needed <= room:  # and yet it did not fit: how much it needs is not known
+        return 2 * parts
+    fixed = float(memory.state)
+    if len(tried) > 1:
+        fewer, before = tried[-2]
+        per_batch = (before.analysis.memory.needed - memory.needed) / (1 / fewer - 1 / parts)
+        fixed = max(fixed, memory.needed - per_batch / parts)
+    return None if fixed >= room else max(parts + 1, math.ceil(parts * (memory.needed - fixed) / (room - fixed)))
 
 
-def _as_overrides(config: ExperimentConfig, parts: int, remat: bool, fsdp: int) -> tuple[str, ...]:
+def _as_overrides(config: ExperimentConfig, parts: int, remat: bool, fsdp: int, fsdp_now: int) -> tuple[str, ...]:
     settings = {
-        "mesh.fsdp": (fsdp, config.mesh.fsdp),
-        "model.remat": (remat, config.model.remat),
+        "mesh.fsdp": (fsdp, fsdp_now),
+        "model.remat": (remat, _remat(config)),
         "accumulation": (parts, config.accumulation),
     }
     written = [f"{key}={str(value).lower()}" for key, (value, now) in settings.items() if value != now]
-    if fsdp != config.mesh.fsdp and config.mesh.data != -1:
+    if fsdp != fsdp_now and config.mesh.data != -1:
         written.append("mesh.data=-1")
     return tuple(written)
 

@@ -81,7 +81,7 @@ _ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "v5": "v5p", "v7x": "tpu7x", "v
 
 @dataclass(frozen=True)
 class Slice:
-    """A slice that can be asked for."""
+    """A slice that Google Cloud offers."""
 
     name: str
     generation: Generation
@@ -101,10 +101,6 @@ class Slice:
     def devices(self) -> int:
         """What `jax.devices()` has."""
         return self.chips * self.generation.devices_per_chip
-
-    @property
-    def devices_per_host(self) -> int:
-        return self.devices // self.hosts
 
     @property
     def peak_bf16(self) -> float:
@@ -139,7 +135,7 @@ class Slice:
         return arguments | ({"chip_config_name": generation.chip_config} if generation.chip_config else {})
 
     def check_claims(self, *, chips: int | None = None, hosts: int | None = None, devices: int | None = None) -> None:
-        """What somebody believes about the slice; an error that puts it right."""
+        """An error with the right numbers where one of these is wrong."""
         claims = {"chips": chips, "hosts": hosts, "devices": devices}
         wrong = [f"{value} {name}" for name, value in claims.items() if value not in (None, getattr(self, name))]
         if wrong:

@@ -1,4 +1,5 @@
-"""What plans look like on a terminal. One row for a slice in each table; a proposal follows the row that it mends."""
+"""What plans look like on a terminal. One row for a slice in each table; below one that does not
+fit, what is proposed instead."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -79,8 +80,6 @@ def _memory(plans: Sequence[Plan]) -> Table:
     for plan in plans:
         memory = plan.analysis.memory
         sizes = [f"{size / 2**20:,.1f}" for size in memory.parts().values()]
-        if not plan.fits:  # nothing was compiled that would tell the two apart
-            sizes[-2:] = [f"{(memory.activations + memory.temporaries) / 2**20:,.1f}", "in these"]
         totals = (f"{memory.needed / 2**20:,.0f}", f"{plan.usable_bytes / 2**20:,.0f}")
         table.add_row(_name(plan), *sizes, *totals)
     return table

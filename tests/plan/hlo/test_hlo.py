@@ -198,7 +198,6 @@ def test_collectives_on_cpu_devices() -> None:
     }
     gathered = next(c for c in program.collectives if c.op == "all-gather")
     assert gathered.shapes in {("f32[2,16,32]",), ("f32[32,32]",)}
-    assert "all_gather" in gathered.op_name
 
 
 def test_what_the_partitioner_adds() -> None:
@@ -287,7 +286,6 @@ def test_a_tpu_loop_with_stacked_weights_on_the_chip() -> None:
     assert program.flops == 12 * 2 * 32 * 128 * 256 * 256
     product = one_kernel(program, "fusion.13")
     assert (product.runs, product.cycles, product.hbm_bytes) == (12, 16096, 32 * 256 * 256 * 2)
-    assert product.op_name.endswith("dot_general")
     assert one_kernel(program, "copy.5").hbm_bytes == 0  # from CMEM to CMEM
     assert one_kernel(program, "copy-start").hbm_bytes == 32 * 128 * 256 * 2  # CMEM to HBM
     assert program.cycles == 12 * (16096 + 8346)

@@ -8,12 +8,11 @@ from collections.abc import Mapping
 
 from tinypod.plan.hlo.groups import Axes
 from tinypod.plan.hlo.hazards import find_hazards
-from tinypod.plan.hlo.liveness import Live, live_at_peak
 from tinypod.plan.hlo.program import Collective, Kernel, Program
 from tinypod.plan.hlo.text import parse
 from tinypod.plan.hlo.walk import Walk
 
-__all__ = ["Collective", "Kernel", "Live", "Program", "live_at_peak", "read"]
+__all__ = ["Collective", "Kernel", "Program", "read"]
 
 
 def read(text: str, mesh: Mapping[str, int]) -> Program:

@@ -1,7 +1,8 @@
 """How often loops run.
 
 The compiler's `known_trip_count` says it, or else it is worked out from the loop's condition, its counter's first value
-and the step its body adds: the TPU compiler states nothing. A loop that resists is the walk's to name.
+and the step its body adds: the TPU compiler states nothing. A loop of which neither can be
+read is named in `Program.unknown_loops`.
 """
 
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ class Kernel:
     """
 
     name: str
-    opcode: str
-    op_name: str
     runs: int  # in a step
     flops: float
     hbm_bytes: float
@@ -29,7 +27,6 @@ class Collective:
     runs: int
     payload_bytes: int  # gathered, unreduced: of input and output the larger
     shapes: tuple[str, ...]  # of the payload, like "bf16[1,1536,512]"
-    op_name: str
 
     @property
     def wire_bytes(self) -> float:
@@ -65,7 +62,3 @@ class Program:
     @property
     def cycles(self) -> int:
         return sum(k.runs * (k.cycles or 0) for k in self.kernels)
-
-    @property
-    def wire_bytes(self) -> float:
-        return sum(c.runs * c.wire_bytes for c in self.collectives)

@@ -19,7 +19,6 @@ class Array:
     dtype: str
     dims: tuple[int, ...]
     space: int
-    layout: str = ""
 
     @cached_property
     def size(self) -> int:
@@ -32,15 +31,6 @@ class Array:
     @cached_property
     def bytes(self) -> int:
         return math.ceil(self.size * self.item_bytes)
-
-    @cached_property
-    def padded_bytes(self) -> int:
-        """What it takes in memory: a TPU's layout, `1,0:T(8,128)`, fills up the two minor dims to whole tiles."""
-        order, _, rest = self.layout.partition(":")
-        sizes = list(self.dims)
-        for dim, tile in zip(ints(order), reversed(ints(find(r"^T\(([\d,]+)\)", rest))), strict=False):
-            sizes[dim] += -sizes[dim] % tile
-        return math.ceil(math.prod(sizes) * self.item_bytes)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
@@ -83,10 +73,6 @@ class Instruction:
         return find(r'custom_call_target="([^"]*)"', self.attributes)
 
     @property
-    def op_name(self) -> str:
-        return find(r'\bop_name="((?:[^"\\]|\\.)*)"', self.attributes)
-
-    @property
     def cycles(self) -> int | None:
         cycles = int(find(r'"estimated_cycles":"?(\d+)', self.attributes) or UNKNOWN_CYCLES)
         return None if cycles >= UNKNOWN_CYCLES else cycles
@@ -122,17 +108,8 @@ class Module:
     @property
     def aliased(self) -> frozenset[int]:
         # `input_output_alias={ {0}: (0, {}, may-alias), … }`: only there does an index precede a number in parentheses.
-        return frozenset(int(parameter) for _, parameter in self._aliases)
-
-    @property
-    def donated(self) -> frozenset[int]:
-        """The results that lie in a parameter's buffer."""
-        return frozenset(int(result or 0) for result, _ in self._aliases)
-
-    @property
-    def _aliases(self) -> list[tuple[str, str]]:
         listed = find(r"input_output_alias=\{(.*?\)) \}", self.header)
-        return re.findall(r"\{(\d*)\}: \((\d+),", listed)
+        return frozenset(map(int, re.findall(r"\{\d*\}: \((\d+),", listed)))
 
     def called(self, instruction: Instruction, *attributes: str) -> Computation:
         """The computation that the first of these attributes names: of a fusion or call, `calls` or `to_apply`."""
@@ -206,7 +183,7 @@ def _arrays(shape: str) -> tuple[Array, ...]:
     for dtype, dims, layout in _ARRAY.findall(shape):
         space = find(r"S\((\d+)\)", layout)
         sizes = tuple(int(d.removeprefix("<=")) for d in dims.split(",") if d.strip() not in ("", "?"))
-        found.append(Array(dtype, sizes, int(space or 0), layout))
+        found.append(Array(dtype, sizes, int(space or 0)))
     return tuple(found)
 
 

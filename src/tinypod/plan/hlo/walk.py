@@ -71,8 +71,6 @@ class Walk:
         self.kernels.append(
             Kernel(
                 name=instruction.name,
-                opcode=instruction.opcode,
-                op_name=instruction.op_name,
                 runs=runs,
                 flops=flops(self.module, computation, instruction),
                 hbm_bytes=traffic(self.module, computation, instruction),
@@ -111,7 +109,6 @@ class Walk:
                 runs=runs,
                 payload_bytes=sum(array.bytes for array in payload),
                 shapes=tuple(str(array) for array in payload),
-                op_name=instruction.op_name,
             )
         )
 

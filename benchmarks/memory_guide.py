@@ -1,11 +1,17 @@
-"""Which batch fits which chip, for which config: the table that people keep by hand, found by compiling.
+"""Which batch fits which chip, for which config: the tables of `docs/memory.md`, found by compiling.
 
-What a step needs grows in a straight line with the rows a device has. A batch that is far too large is refused within
-seconds and says what it would need, which gives the line; the batch where it meets the chip's memory is then compiled,
-to be sure. Slices of one generation have the same chip and differ only in what the chips exchange, so that one of them,
-the smallest asked for, stands for all.
+    python benchmarks/memory_guide.py demo trm/sudoku_attention trm/sudoku_mlp --out docs/memory.md
+
+Needs the extra `plan`, no TPU; nothing is run. It takes minutes for each config and generation of chips; what was
+compiled is kept, so that it can be stopped and started again.
+
+What a step needs grows in a straight line with the rows a device has. Compiling a batch that is far too large fails
+within seconds and says what it would need, which gives the line; the batch at which the line reaches the chip's memory
+is then compiled, to be sure. Slices of one generation have the same chip and differ only in what the chips exchange, so
+only the smallest of them is compiled.
 """
 
+import argparse
 import datetime
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -13,16 +19,17 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tinypod import config as configs
 from tinypod.experiment import ExperimentConfig
 from tinypod.plan import compiler as tpu_compiler
 from tinypod.plan import slices
 from tinypod.plan.planner import Plan, Planner, changed
-from tinypod.plan.prices import Prices
+from tinypod.plan.prices import Prices, read_prices
 from tinypod.plan.slices import GIB
 from tinypod.runs.storage import replace_file
 
 DEFAULT_SLICES = ("v4-8", "v4-64", "v5e-8", "v5p-128", "v6e-1", "v6e-4", "v6e-8")
-MARK = "<!-- Made by `tinypod memory-guide`; what stands below is written over. -->"
+MARK = "<!-- Made by `benchmarks/memory_guide.py`; what stands below is written over. -->"
 MOST = 4096  # rows a device that are looked at: more are of no use to anybody
 _STEP = 16  # rows a device: the guide's batches are multiples of it
 _AIM = 0.97  # of the memory
@@ -39,7 +46,7 @@ def largest_batch(
         return planner.plan(target, (f"batch_size={rows * target.devices}", "accumulation=1"))
 
     rows = MOST
-    probe = with_rows(rows)  # refused within seconds, for most
+    probe = with_rows(rows)  # for most configs too large, which the compiler says within seconds
     for _ in range(_TRIES):
         if probe.fits:
             return probe
@@ -59,7 +66,7 @@ def _crossing(plan: Plan, rows: int) -> int:
 
 
 def make_guide(
-    configs: Sequence[tuple[str, ExperimentConfig]],
+    named: Sequence[tuple[str, ExperimentConfig]],
     names: Sequence[str],
     prices: Prices,
     console: Console,
@@ -74,7 +81,7 @@ def make_guide(
     }
     variants = (False, True) if remat else (False,)
     sections = []
-    for name, config in configs:
+    for name, config in named:
         found = {
             (generation, variant): largest_batch(config, target, variant, prices, console)
             for generation, target in compiled.items()
@@ -108,3 +115,23 @@ def _row(target: slices.Slice, plans: Sequence[Plan | None]) -> str:
         needed = plan.analysis.memory.needed / GIB
         cells += [f"{more}{rows:,}", f"{more}{rows * target.devices:,}", f"{needed:.1f}"]
     return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("configs", nargs="+", help="recipes, or YAML files")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="the Markdown file to write the tables into, below its first paragraphs"
+    )
+    parser.add_argument(
+        "--slice", action="append", dest="slices", help=f"may be repeated; default: {', '.join(DEFAULT_SLICES)}"
+    )
+    parser.add_argument("--remat", action="store_true", help="also with model.remat=true: twice the time")
+    arguments = parser.parse_args()
+    named = [(Path(name).stem, configs.load(name, [], ExperimentConfig)) for name in arguments.configs]
+    names, console = arguments.slices or DEFAULT_SLICES, Console(stderr=True)
+    write_guide(arguments.out, make_guide(named, names, read_prices(None), console, remat=arguments.remat))
+
+
+if __name__ == "__main__":
+    main()
