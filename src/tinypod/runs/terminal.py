@@ -11,6 +11,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 PLAIN_INTERVAL_S = 10.0  # between lines where there is no terminal
 
 
+def say(console: Console, text: str, style: str = "") -> None:
+    """A line as it is: names of files and what others wrote may hold `[`, which rich would take for markup."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
 class TrainingProgress:
     """One line: step, loss, exact accuracy, examples a second, time left."""
 
