@@ -70,8 +70,12 @@ class Store:
         """So many more are answered, then none until `recover`: something stops in its middle."""
         self._healthy_requests = requests
 
+    def forbid(self, part: str) -> None:
+        """Every request whose URL holds this is answered with 403, until `recover`."""
+        self.forbidden = part
+
     def recover(self) -> None:
-        self._healthy_requests, self._fail_requests, self._fail_until = math.inf, 0, 0.0
+        self._healthy_requests, self._fail_requests, self._fail_until, self.forbidden = math.inf, 0, 0.0, ""
 
     def failing(self) -> bool:
         """Whether the request at hand is refused; called once for each."""
@@ -153,6 +157,10 @@ class _Storage(Storage):
     def _write_config_to_file(self) -> None:
         """After each request all that it knows, as JSON: in memory that serves nothing and takes most of the time."""
 
+    def _object_path(self, bucket_name: str, file_name: str) -> str:
+        """A real store takes any name, `../x` too; the file system in memory does not."""
+        return super()._object_path(bucket_name, file_name.replace("..", "%2E%2E"))
+
 
 class _HttpServer(socketserver.ThreadingMixIn, server.HTTPServer):
     daemon_threads = True
@@ -199,6 +207,8 @@ class _Handler(emulator.RequestHandler):
             return self._send(HTTPStatus.OK)
         if self.store.failing():
             return self._send(HTTPStatus.SERVICE_UNAVAILABLE)
+        if self.store.forbidden and self.store.forbidden in unquote(self.path):
+            return self._send(HTTPStatus.FORBIDDEN)
         self.rfile = _Body(body)  # read already, so that a refused request leaves the connection in order
         with self.store.lock:
             self.store.requests.append((self.command, unquote(url.path)))

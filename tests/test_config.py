@@ -57,6 +57,16 @@ def test_a_bad_value_is_named_with_its_path(override: str, parts: list[str]) -> 
     assert len(message.splitlines()) == 2, message
 
 
+@pytest.mark.parametrize("depth", [90, 5000])
+@pytest.mark.parametrize(("begin", "end"), [("[", "]"), ("{a: ", "}")])
+def test_a_tree_without_end_is_refused(tmp_path: Path, begin: str, end: str, depth: int) -> None:
+    value = begin * depth + "1" + end * depth
+    (tmp_path / "deep.yaml").write_text(f"steps: {value}\n")
+    with pytest.raises(ConfigError, match=r"deep\.yaml: nested too deeply"):
+        configs.load(tmp_path / "deep.yaml", [], ExperimentConfig)
+    assert "nested too deeply" in error_of(f"steps={value}")
+
+
 def test_every_mistake_is_told_at_once() -> None:
     message = error_of("steps=0", "model.hidden_siz=3")
     assert "steps: expected greater than 0" in message

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tinypod.errors import ConfigError
 
 RECIPES = Path(__file__).parent / "configs"
+TOO_DEEP = "nested too deeply to be read; no config needs more than a few levels"
 
 
 class Config(BaseModel):
@@ -40,6 +41,8 @@ def load(path: str | Path, overrides: Sequence[str], schema: type[C]) -> C:
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "config"
         raise ConfigError(f"{path}:\n  {key}: {str(error).splitlines()[0]}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: {TOO_DEEP}") from None
     return validate(tree, schema, str(path))
 
 
@@ -74,14 +77,15 @@ def read_tree(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
 def _read_yaml(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     asked_by = f" (named in `defaults` of {chain[-1]})" if chain else ""
     try:
-        loaded = OmegaConf.load(path)
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except FileNotFoundError:
         raise ConfigError(f"no config file at {path}{asked_by}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a folder, not a config file{asked_by}") from None
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {_one_line(error)}") from None
-    tree = OmegaConf.to_container(loaded, resolve=False)
+    except RecursionError:
+        raise ConfigError(f"{path}: {TOO_DEEP}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of keys at the top, found a {type(tree).__name__}")
     return {str(key): value for key, value in tree.items()}
@@ -94,6 +98,8 @@ def parse_override(text: str) -> dict[str, Any]:
         return dict(OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=False))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"override {text!r}: the value is not readable: {_one_line(error)}") from None
+    except RecursionError:
+        raise ConfigError(f"override {text[:60]!r}...: {TOO_DEEP}") from None
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

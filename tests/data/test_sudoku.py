@@ -1,5 +1,6 @@
 """The solver against a plain Python one, the generator, signatures against brute force, and bad files."""
 
+import io
 import itertools
 import subprocess
 import sys
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
-from tinypod.data import sudoku, sudoku_solver
+from tinypod.data import build, sudoku, sudoku_csv, sudoku_generate, sudoku_solver
 from tinypod.errors import DataError
 
 BOXES = [(2, 2), (2, 3), (3, 3)]
@@ -113,7 +115,7 @@ def test_solver_solves_a_hard_puzzle_and_sixteen_rows():
 
 @pytest.mark.parametrize(("box", "count"), [((2, 2), 20), ((2, 3), 20), ((3, 3), 4)])
 def test_generated_puzzles_are_unique_and_minimal(box, count):
-    puzzles = sudoku.generate(box, count, seed=3)
+    puzzles = sudoku_generate.generate(box, count, seed=3)
     assert puzzles.questions.shape == puzzles.answers.shape == (count, (box[0] * box[1]) ** 2)
     assert puzzles.questions.dtype == puzzles.answers.dtype == np.uint8
     assert puzzles.ratings.dtype == np.int32
@@ -128,7 +130,7 @@ def test_generated_puzzles_are_unique_and_minimal(box, count):
 
 
 def test_many_generated_puzzles_are_minimal():
-    questions = sudoku.generate((3, 3), 300, seed=8).questions
+    questions = sudoku_generate.generate((3, 3), 300, seed=8).questions
     for cell in range(81):
         clue = questions[:, cell] > 0
         fewer = questions[clue]
@@ -137,24 +139,24 @@ def test_many_generated_puzzles_are_minimal():
 
 
 def test_generated_puzzles_have_the_clues_asked_for():
-    puzzles = sudoku.generate((3, 3), 20, seed=5, clues=40)
+    puzzles = sudoku_generate.generate((3, 3), 20, seed=5, clues=40)
     clues = (puzzles.questions > 0).sum(1)
     assert (clues == 40).all()  # no minimal 9 x 9 puzzle known has more
     assert not ((puzzles.questions != 0) & (puzzles.questions != puzzles.answers)).any()
-    minimal = sudoku.generate((3, 3), 20, seed=5)
+    minimal = sudoku_generate.generate((3, 3), 20, seed=5)
     np.testing.assert_array_equal(minimal.answers, puzzles.answers)
     assert ((minimal.questions == 0) | (minimal.questions == puzzles.questions)).all()
 
 
 def test_generation_depends_on_seed_and_attempt_only():
-    few, many = sudoku.generate((3, 3), 7, seed=11), sudoku.generate((3, 3), 300, seed=11)
+    few, many = sudoku_generate.generate((3, 3), 7, seed=11), sudoku_generate.generate((3, 3), 300, seed=11)
     for a, b in zip(few, many, strict=True):
         assert list(map(str, a)) == list(map(str, b[:7]))
-    other = sudoku.generate((3, 3), 7, seed=12)
+    other = sudoku_generate.generate((3, 3), 7, seed=12)
     assert not set(map(bytes, few.answers)) & set(map(bytes, other.answers))
-    all_small = sudoku.generate((2, 2), 36, seed=11).questions
+    all_small = sudoku_generate.generate((2, 2), 36, seed=11).questions
     for count in (1, 12, 30):  # with many copies left out, and so in several batches
-        np.testing.assert_array_equal(sudoku.generate((2, 2), count, seed=11).questions, all_small[:count])
+        np.testing.assert_array_equal(sudoku_generate.generate((2, 2), count, seed=11).questions, all_small[:count])
     whole = sudoku_solver.generate_batch((3, 3), 11, 0, 8)
     tail = sudoku_solver.generate_batch((3, 3), 11, 5, 3)
     for a, b in zip(whole, tail, strict=True):
@@ -170,7 +172,7 @@ def rectangles(answer):
 
 
 def test_answers_are_not_copies_of_one_grid():
-    answers = sudoku.generate((3, 3), 300, seed=0).answers
+    answers = sudoku_generate.generate((3, 3), 300, seed=0).answers
     assert len(set(map(rectangles, answers[:30]))) > 8
     frequency = np.stack([(answers == digit).mean(0) for digit in range(1, 10)])
     assert abs(frequency - 1 / 9).max() < 5 * np.sqrt(8 / 81 / 300)  # 5 sigma of a uniform digit
@@ -178,39 +180,39 @@ def test_answers_are_not_copies_of_one_grid():
 
 def test_four_by_four_has_36_minimal_puzzles():
     """A known count: 13 with four clues, 22 with five, one with six. So no copy, no merge, and an end."""
-    puzzles = sudoku.generate((2, 2), 36, seed=0)
+    puzzles = sudoku_generate.generate((2, 2), 36, seed=0)
     assert np.bincount((puzzles.questions > 0).sum(1)).tolist() == [0, 0, 0, 0, 13, 22, 1]
     with pytest.raises(DataError, match="found 36 of 37 different 4x4"):
-        sudoku.generate((2, 2), 37, seed=0)
+        sudoku_generate.generate((2, 2), 37, seed=0)
 
 
 def test_patience_is_for_attempts_in_a_row(monkeypatch):
-    monkeypatch.setattr(sudoku, "PATIENCE", 30)
-    assert len(sudoku.generate((2, 2), 34, seed=0).sources) == 34  # 78 copies on the way, never 30 in a row
+    monkeypatch.setattr(sudoku_generate, "PATIENCE", 30)
+    assert len(sudoku_generate.generate((2, 2), 34, seed=0).sources) == 34  # 78 copies on the way, never 30 in a row
     with pytest.raises(DataError, match="30 attempts in a row"):
-        sudoku.generate((2, 2), 36, seed=0)
+        sudoku_generate.generate((2, 2), 36, seed=0)
 
 
 def test_generation_leaves_out_the_excluded():
     rng = np.random.default_rng(0)
-    first = sudoku.generate((2, 2), 20, seed=1)
+    first = sudoku_generate.generate((2, 2), 20, seed=1)
     copies = np.stack([random_symmetry(question, (2, 2), rng) for question in first.questions])
     excluded = sudoku.signatures(copies, (2, 2))
     for exclude in (excluded, set(excluded.tolist())):
-        rest = sudoku.generate((2, 2), 16, seed=1, exclude=exclude)
+        rest = sudoku_generate.generate((2, 2), 16, seed=1, exclude=exclude)
         assert not np.isin(sudoku.signatures(rest.questions, (2, 2)), excluded).any()
     with pytest.raises(DataError, match="found 16 of 17"):
-        sudoku.generate((2, 2), 17, seed=1, exclude=excluded)
+        sudoku_generate.generate((2, 2), 17, seed=1, exclude=excluded)
 
 
 def test_generation_reports_progress_and_refuses_nonsense():
     done = []
-    sudoku.generate((2, 3), 300, seed=0, progress=done.append)
+    sudoku_generate.generate((2, 3), 300, seed=0, progress=done.append)
     assert sum(done) == 300
     assert len(done) > 1
     for box, count, clues in [((3, 3), 0, None), ((3, 3), 1, 82), ((4, 5), 1, None), ((4, 4), 1, None)]:
         with pytest.raises(DataError, match="expected"):
-            sudoku.generate(box, count, seed=0, clues=clues)
+            sudoku_generate.generate(box, count, seed=0, clues=clues)
 
 
 # Signatures
@@ -288,14 +290,14 @@ def rows_of(puzzles):
 
 @pytest.fixture(scope="module")
 def puzzles():
-    return sudoku.generate((2, 3), 20, seed=0)
+    return sudoku_generate.generate((2, 3), 20, seed=0)
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])
 def test_csv_round_trip(tmp_path, puzzles, monkeypatch, chunk):
-    monkeypatch.setattr(sudoku, "CHUNK_ROWS", chunk)
+    monkeypatch.setattr(sudoku_csv, "CHUNK_ROWS", chunk)
     path, done = write(tmp_path / "p.csv", rows_of(puzzles)), []
-    read = sudoku.read_csv(path, (2, 3), progress=done.append)
+    read = sudoku_csv.read_csv(path, (2, 3), progress=done.append)
     for a, b in zip(read, puzzles, strict=True):
         np.testing.assert_array_equal(a, b)
     assert read.questions.dtype == read.answers.dtype == np.uint8
@@ -306,33 +308,33 @@ def test_csv_round_trip(tmp_path, puzzles, monkeypatch, chunk):
 def test_csv_columns_may_move_be_more_or_be_missing(tmp_path):
     zeros = HARD.replace(".", "0")
     path = write(tmp_path / "mine.csv", [f'x,{HARD_ANSWER},"{zeros}"'], "note,answer,question")
-    read = sudoku.read_csv(path)
+    read = sudoku_csv.read_csv(path)
     assert (sudoku.format_puzzle(read.questions[0]), read.sources, read.ratings.tolist()) == (
         HARD,
         ["mine"],
         [0],
     )
-    assert sudoku.read_csv(path, source="web").sources == ["web"]
+    assert sudoku_csv.read_csv(path, source="web").sources == ["web"]
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
-    assert len(sudoku.read_csv(path).sources) == 1
+    assert len(sudoku_csv.read_csv(path).sources) == 1
 
 
 @pytest.mark.parametrize("chunk", [4, 1000])
 def test_subsampling(tmp_path, puzzles, monkeypatch, chunk):
-    monkeypatch.setattr(sudoku, "CHUNK_ROWS", chunk)
+    monkeypatch.setattr(sudoku_csv, "CHUNK_ROWS", chunk)
     named = puzzles._replace(sources=[f"s{i}" for i in range(20)])
     path = write(tmp_path / "p.csv", rows_of(named))
-    read = sudoku.read_csv(path, (2, 3), subsample=8, seed=4)
+    read = sudoku_csv.read_csv(path, (2, 3), subsample=8, seed=4)
     rows = [int(name[1:]) for name in read.sources]
     assert rows == sorted(np.random.default_rng(4).choice(20, 8, replace=False).tolist())
     np.testing.assert_array_equal(read.questions, puzzles.questions[rows])
     np.testing.assert_array_equal(read.answers, puzzles.answers[rows])
     np.testing.assert_array_equal(read.ratings, puzzles.ratings[rows])
-    assert sudoku.read_csv(path, (2, 3), subsample=8, seed=5).sources != read.sources
-    assert sudoku.read_csv(path, (2, 3), subsample=20).sources == named.sources
+    assert sudoku_csv.read_csv(path, (2, 3), subsample=8, seed=5).sources != read.sources
+    assert sudoku_csv.read_csv(path, (2, 3), subsample=20).sources == named.sources
     for size in (21, 0):
         with pytest.raises(DataError, match=rf"p\.csv: asked for {size} rows, expected .* 20"):
-            sudoku.read_csv(path, (2, 3), subsample=size)
+            sudoku_csv.read_csv(path, (2, 3), subsample=size)
 
 
 def two_solutions(question):
@@ -374,14 +376,14 @@ BAD = {
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.parametrize("chunk", [4, 1000])
 def test_bad_rows_are_named_by_line(tmp_path, puzzles, monkeypatch, kind, chunk):
-    monkeypatch.setattr(sudoku, "CHUNK_ROWS", chunk)
+    monkeypatch.setattr(sudoku_csv, "CHUNK_ROWS", chunk)
     spoil, message = BAD[kind]
     rows = rows_of(puzzles)
     for row in (6, 9, 15):
         rows[row] = spoil(*rows[row].split(","))
     rows.insert(3, "")  # blank lines are no rows, but they are lines
     with pytest.raises(DataError) as caught:
-        sudoku.read_csv(write(tmp_path / "p.csv", rows), (2, 3))
+        sudoku_csv.read_csv(write(tmp_path / "p.csv", rows), (2, 3))
     assert f"{tmp_path / 'p.csv'}:9: " in str(caught.value)
     assert message in str(caught.value)
     assert "expected" in str(caught.value)
@@ -396,7 +398,7 @@ def test_cheap_checks_see_every_row_and_proofs_only_those_kept(tmp_path, puzzles
 
     def read(row, kind):
         spoilt = [*rows[:row], BAD[kind][0](*rows[row].split(",")), *rows[row + 1 :]]
-        return sudoku.read_csv(write(tmp_path / "p.csv", spoilt), (2, 3), subsample=5)
+        return sudoku_csv.read_csv(write(tmp_path / "p.csv", spoilt), (2, 3), subsample=5)
 
     assert len(read(out, "two solutions").sources) == 5
     with pytest.raises(DataError, match=rf"p\.csv:{inside + 2}: .*more than one"):
@@ -427,16 +429,16 @@ def test_bad_files(tmp_path, content, message):
     path = tmp_path / "p.csv"
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
-        sudoku.read_csv(path)
+        sudoku_csv.read_csv(path)
     assert message in str(caught.value)
     assert str(path) in str(caught.value)
 
 
 def test_missing_file(tmp_path):
     with pytest.raises(DataError, match=r"nothing\.csv: cannot be read"):
-        sudoku.read_csv(tmp_path / "nothing.csv")
+        sudoku_csv.read_csv(tmp_path / "nothing.csv")
     with pytest.raises(DataError, match="cannot be read"):
-        sudoku.read_csv(tmp_path)
+        sudoku_csv.read_csv(tmp_path)
 
 
 # Rules and text
@@ -496,20 +498,61 @@ def test_parse_knows_the_letters_of_its_side():
 # What may be absent
 
 
-def test_numba_is_imported_late_and_its_absence_explained():
-    code = """
-import sys
-from tinypod.data import sudoku
-assert "numba" not in sys.modules
-sudoku.parse_puzzle("." * 81)
-sys.modules["numba"] = None
-try:
-    sudoku.generate((3, 3), 1, 0)
-except sudoku.DataError as error:
-    assert "pip install numba" in str(error)
-else:
-    sys.exit("no error")
+def in_plain_python(code: str) -> str:
+    """What a process without numba prints."""
+    code = "import sys; sys.modules['numba'] = None\n" + code
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+SHOW = """
+import hashlib
+from tinypod.data import sudoku, sudoku_csv, sudoku_generate, sudoku_solver
+for box, count, clues in [((1, 2), 1, None), ((2, 2), 20, None), ((2, 3), 60, 20), ((3, 3), 3, None)]:
+    made = sudoku_generate.generate(box, count, seed=2**64 - 5, clues=clues)
+    fewer = made.questions.copy()
+    fewer[:, :3] = 0
+    arrays = made.questions, made.answers, made.ratings, *sudoku_solver.solve_batch(fewer, box, limit=5)
+    print([(str(x.dtype), x.shape, hashlib.sha256(x.tobytes()).hexdigest()) for x in arrays])
 """
+
+
+def test_plain_python_makes_and_proves_the_same(capsys):
+    assert sudoku_solver.COMPILED
+    exec(SHOW, {})
+    told = in_plain_python(SHOW + "assert not sudoku_solver.COMPILED")
+    assert told == capsys.readouterr().out
+
+
+def test_without_numba_small_grids_work_and_large_ones_are_slow_with_a_warning(tmp_path):
+    told = in_plain_python(f"""
+import warnings
+warnings.simplefilter("error")
+from tinypod.cli import app
+for box, sizes in (("2x3", (40, 20)), ("3x3", (2, 1))):
+    flags = ["--generate", "--box", box, "--train-size", str(sizes[0]), "--test-size", str(sizes[1])]
+    app(["data", "sudoku", f"{tmp_path}/{{box}}", *flags], standalone_mode=False)
+""")
+    assert "40 train, 20 test" in told
+    assert "2 train, 1 test" in told
+    assert told.count("pip install 'tinypod[sudoku]'") == 1
+    assert told.index("40 train") < told.index("pip install")
+
+
+def test_names_that_look_like_markup_are_printed_as_they_are(tmp_path, puzzles):
+    names = []
+    for name in ("train", "test"):
+        (tmp_path / f"[{name}").mkdir()
+        names.append(write(tmp_path / f"[{name}" / "b] [red {x.csv", rows_of(puzzles)))
+    console = Console(file=io.StringIO(), width=40, force_terminal=True)
+    out = tmp_path / "[" / "out] [bold"
+    options = {"generate": False, "train_size": 5, "test_size": 5, "box": (2, 3), "clues": None, "seed": 0}
+    info = build.build_sudoku(out, train_csv=names[0], test_csv=names[1], **options, console=console)
+    build.describe(out, info, console)
+    assert f"{out}: sudoku puzzles of 36 cells (5 train, 5 test)" in console.file.getvalue()
+
+
+def test_numba_is_imported_late():
+    code = "import sys; from tinypod.data import build, sudoku_csv; assert 'numba' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -524,12 +567,12 @@ def test_download(monkeypatch, tmp_path):
         raise ConnectionError("no route")
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(hf_hub_download=fetch))
-    files = sudoku.download(tmp_path)
+    files = sudoku_csv.download(tmp_path)
     assert files == {"train": tmp_path / "train.csv", "test": tmp_path / "test.csv"}
     assert calls[0] == ("sapientinc/sudoku-extreme", "train.csv", "dataset", tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(hf_hub_download=fail))
     with pytest.raises(DataError, match=r"no route.*pass local CSV files, or generate"):
-        sudoku.download()
+        sudoku_csv.download()
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(DataError, match=r"pip install 'tinypod\[hub\]'"):
-        sudoku.download()
+        sudoku_csv.download()

@@ -1,11 +1,10 @@
 """What lies in an object store is used as if it lay here: against a server that speaks the store's protocol."""
 
-import fcntl
+import errno
 import json
+import logging
 import os
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -19,8 +18,8 @@ import gcs
 from fixtures import tiny_config, write_4x4
 from test_train import in_a_process
 from tinypod import experiment
-from tinypod.data import fetch, puzzles
-from tinypod.errors import CheckpointError, DataError, StorageError, UserError
+from tinypod.data import fetch
+from tinypod.errors import CheckpointError, StorageError, UserError
 from tinypod.runs import folder as run
 from tinypod.runs import storage
 from tinypod.runs.folder import Run
@@ -46,12 +45,6 @@ def dataset(store: gcs.Store, url: str, tmp_path: Path) -> str:
     for path in write_4x4(tmp_path / "made").iterdir():
         store.put(f"{url}/{path.name}", path.read_bytes())
     return url
-
-
-def downloads(store: gcs.Store, name: str) -> int:
-    return sum(
-        method == "GET" and path.startswith("/download/") and path.endswith(name) for method, path in store.requests
-    )
 
 
 def test_the_server_keeps_what_the_libraries_rely_on(store, url: str) -> None:
@@ -85,75 +78,9 @@ def test_urls_survive_pathlib(tmp_path: Path) -> None:
 
 
 def test_without_the_extra_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gcsfs.core", None)
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(UserError, match=r"pip install 'tinypod\[gcs\]'"):
         storage.connect.__wrapped__()
-
-
-def test_a_dataset_is_fetched_once_and_what_is_damaged_here_again(store, dataset: str, tmp_path: Path) -> None:
-    folder = fetch.local_dataset(dataset)
-    assert tmp_path / "cache" in folder.parents
-    info = puzzles.read_info(folder)
-    expected = puzzles.read_split(tmp_path / "made", info, "train")
-    assert np.array_equal(puzzles.read_split(folder, info, "train").inputs, expected.inputs)
-    train, test = downloads(store, "train.npz"), downloads(store, "test.npz")
-    assert fetch.local_dataset(dataset) == folder
-    assert (downloads(store, "train.npz"), downloads(store, "test.npz")) == (train, test)
-    (folder / "train.npz").write_bytes(b"cut short")
-    fetch.local_dataset(dataset)
-    assert (downloads(store, "train.npz") > train, downloads(store, "test.npz")) == (True, test)
-    assert np.array_equal(puzzles.read_split(folder, info, "train").inputs, expected.inputs)
-
-
-def test_a_file_that_is_not_what_its_description_says_is_refused_by_name(store, dataset: str) -> None:
-    store.put(f"{dataset}/test.npz", b"something else")
-    with pytest.raises(DataError, match=f"{dataset}/test.npz: its contents are not those"):
-        fetch.fetch_dataset(dataset)
-    kept = storage.cache_folder("datasets", dataset)
-    assert sorted(path.name for path in kept.iterdir()) == [".lock", "train.npz"]
-    store.remove(f"{dataset}/test.npz")
-    with pytest.raises(DataError, match=f"{dataset}/test.npz: missing"):
-        fetch.fetch_dataset(dataset)
-    with pytest.raises(DataError, match=f"no dataset at {dataset}/nothing"):
-        fetch.fetch_dataset(f"{dataset}/nothing")
-
-
-def test_a_store_that_refuses_is_asked_again_and_then_named(store, dataset: str, monkeypatch) -> None:
-    store.fail_next(3)
-    assert (fetch.fetch_dataset(dataset) / "train.npz").exists()
-    monkeypatch.setenv("TINYPOD_STORAGE_RETRY_S", "1")
-    store.fail_for(60)
-    with pytest.raises(StorageError, match=f"{dataset}: the object store did not answer") as caught:
-        fetch.fetch_dataset(dataset)
-    assert caught.value.exit_code == 75
-
-
-def test_of_several_processes_one_fetches(store, dataset: str) -> None:
-    before = len(store.requests)
-    script = "import sys; from tinypod.data import fetch; print(fetch.fetch_dataset(sys.argv[1]))"
-    processes = [
-        subprocess.Popen([sys.executable, "-c", script, dataset], stdout=subprocess.PIPE, text=True) for _ in range(2)
-    ]
-    folders = {process.communicate()[0].strip() for process in processes}
-    assert [process.returncode for process in processes] == [0, 0]
-    assert folders == {str(storage.cache_folder("datasets", dataset))}
-    paths = [path for method, path in store.requests[before:] if path.startswith("/download/") and "npz" in path]
-    assert len(paths) == len(set(paths)) == 2
-
-
-def test_a_fetch_waits_for_the_one_before_it(store, dataset: str) -> None:
-    kept = storage.cache_folder("datasets", dataset)
-    kept.mkdir(parents=True)
-    storage.connect()  # what takes its time is the lock
-    second = threading.Thread(target=fetch.fetch_dataset, args=(dataset,))
-    with open(kept / ".lock", "a") as first:
-        fcntl.flock(first, fcntl.LOCK_EX)
-        second.start()
-        second.join(1.0)
-        assert second.is_alive()
-        assert not (kept / "dataset.json").exists()
-    second.join()
-    assert (kept / "dataset.json").exists()
 
 
 def test_tensorstore_has_the_same_patience(store, url: str) -> None:
@@ -176,6 +103,151 @@ def test_what_another_process_writes_is_seen(store, url: str) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["a", "b"]
     assert (folder / "b").exists()
     assert (folder / "a").read_bytes() == b"11"
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "/", "/etc/x", "..", "../x", "a/../x", "a/../../x", "a/..", "a\0b", "link/x", "loop/x"]
+)
+def test_a_name_from_outside_stays_inside(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "link").symlink_to(tmp_path)
+    (folder / "loop").symlink_to(folder / "loop")
+    with pytest.raises(UserError) as caught:
+        storage.inside(folder, name)
+    assert repr(name) in str(caught.value)
+    assert str(folder) in str(caught.value)
+
+
+def test_names_that_are_fine(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")  # the run folder itself may be one
+    for name in ("x", "a/b.json", "a..b", "...", "..x/y"):
+        assert storage.inside(tmp_path / "link", name) == tmp_path / "link" / name
+
+
+@pytest.mark.parametrize("name", ["../evil", "../../../evil", "health/../../evil", "/evil"])
+def test_a_bucket_cannot_write_outside_a_run(store, url: str, tmp_path: Path, name: str) -> None:
+    one = run.open_run(url)
+    store.put(f"{url}/config.yaml", b"steps: 1")
+    store.put(f"{url}/{name}", b"evil")
+    with pytest.raises(UserError, match="cannot be the name of a file in") as caught:
+        one.pull()
+    assert repr(name) in str(caught.value)
+    assert caught.value.exit_code == 2
+    assert not list(tmp_path.rglob("evil"))
+    with pytest.raises(UserError, match="cannot be the name"):
+        one._write(name, b"evil")
+
+
+def test_a_folder_that_a_console_made_is_no_file(store, url: str) -> None:
+    for name in ("", "health/", "config.yaml"):
+        store.put(f"{url}/{name}", b"")
+    assert storage.files_under(storage.folder(url)) == ["config.yaml"]
+
+
+def tensorstore_error(store: gcs.Store, url: str) -> Exception:
+    bucket, _, path = url.removeprefix("gs://").partition("/")
+    spec = {"driver": "gcs", "bucket": bucket, "path": f"{path}/"}
+    context = tensorstore.Context({"gcs_request_retries": {"max_retries": 1, "initial_delay": "10ms"}})
+    with pytest.raises(ValueError) as caught:
+        tensorstore.KvStore.open(spec, context=context).result().write("a", b"1").result()
+    return caught.value
+
+
+def gcsfs_error(store: gcs.Store, url: str) -> Exception:
+    with pytest.raises(Exception) as caught:
+        (storage.folder(url) / "a").write_bytes(b"1")
+    return caught.value
+
+
+@pytest.mark.parametrize("error_of", [tensorstore_error, gcsfs_error])
+def test_what_the_store_answers_decides_who_mends_it(store, url: str, monkeypatch, error_of) -> None:
+    """By both libraries: a bucket with a typo and a 403 are the user's, a 503 may pass."""
+    monkeypatch.setenv("TINYPOD_STORAGE_RETRY_S", "0.1")
+    typo = url.replace("tinypod-test", "tinypod-tset")
+    error = error_of(store, typo)
+    assert not storage.is_outage(error)
+    told = storage.explain(typo, error)
+    assert (type(told), told.exit_code) == (UserError, 2)
+    assert f"{typo}: not found; is there a bucket tinypod-tset" in str(told)
+    store.forbid(url.removeprefix("gs://tinypod-test/"))
+    error = error_of(store, url)
+    assert not storage.is_outage(error)
+    told = storage.explain(url, error)
+    assert (type(told), told.exit_code) == (UserError, 2)
+    for part in (url, "bucket (tinypod-test)", "gcloud auth application-default login", "may read and write"):
+        assert part in str(told)
+    store.recover()
+    store.fail_for(600)
+    error = error_of(store, url)
+    assert storage.is_outage(error)
+    told = storage.explain(url, error)
+    assert (type(told), told.exit_code) == (StorageError, 75)
+    assert "the object store did not answer" in str(told)
+
+
+def test_a_run_in_a_bucket_with_a_typo_ends_at_once(store) -> None:
+    with pytest.raises(UserError, match="is there a bucket tinypod-tset") as caught:
+        run.open_run("gs://tinypod-tset/runs/x").pull()
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EIO, "Input/output error", "/data/run, 500"),
+        ValueError("shape (3, 500) UNAVAILABLE Service Unavailable 503"),
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 503 bytes"),
+        ValueError("NOT_FOUND: Failed to open: \"/proc/1/a\": No such file or directory [os_error_code='2']"),
+        TimeoutError(errno.ETIMEDOUT, "Connection timed out", "/nfs/run"),
+        FileNotFoundError(errno.ENOENT, "No such file", "/run/, 503"),
+    ],
+)
+def test_an_error_of_a_local_disk_is_no_outage_of_a_store(error: Exception) -> None:
+    assert not storage.is_outage(error)
+    assert storage.status_of(error) is None
+    told = storage.explain("/data/run", error)
+    assert isinstance(told, StorageError)
+    assert "object store" not in str(told)
+
+
+def test_a_local_path_has_no_store_to_blame() -> None:
+    assert "object store" not in str(storage.explain("/data/run", TimeoutError("of something else")))
+    assert isinstance(storage.explain("/data/run", OSError("Forbidden: b/x")), StorageError)
+
+
+def test_a_store_that_cannot_be_reached_is_an_outage(store, url: str, monkeypatch) -> None:
+    monkeypatch.setenv("TINYPOD_STORAGE_RETRY_S", "0.1")
+    import fsspec
+
+    closed = gcs.Store("gone")
+    closed.close()
+    away = fsspec.filesystem("gcs", endpoint_url=closed.url)
+    with pytest.raises(storage.Unavailable, match="Cannot connect") as caught:
+        away.cat_file("gone/x")
+    assert storage.is_outage(caught.value)
+    assert storage.is_outage(TimeoutError())
+    wrapped = RuntimeError("saving failed")
+    wrapped.__cause__ = caught.value
+    assert storage.is_outage(wrapped)
+    assert storage.is_outage(ValueError("UNAVAILABLE: no answer from the metadata server"))
+    assert storage.is_outage(ValueError("ABORTED: All 3 retry attempts failed: CURL error [curl_code='7']"))
+
+
+def test_patience_is_counted_in_seconds_and_told_once(store, url: str, monkeypatch, caplog) -> None:
+    (storage.folder(url) / "a").write_bytes(b"1")
+    refused = store.refused
+    store.fail_next(3)
+    (storage.folder(url) / "a").write_bytes(b"22")
+    assert store.refused == refused + 3
+    assert store.files(url) == {"a": b"22"}
+    monkeypatch.setenv("TINYPOD_STORAGE_RETRY_S", "0")
+    store.fail_for(600)
+    with caplog.at_level(logging.DEBUG), pytest.raises(storage.Unavailable, match="503"):
+        storage._file_system().cat_file(f"{url}/a")
+    assert store.refused == refused + 4  # gcsfs does not start again on its own
+    assert "Traceback" not in caplog.text
 
 
 def elsewhere(one: Run, tmp_path: Path) -> Run:

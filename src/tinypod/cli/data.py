@@ -61,7 +61,7 @@ def data_import(
     out: Annotated[Path, typer.Argument(help="The dataset folder to make.")],
 ) -> None:
     """Read the TRM authors' converted datasets (`train/all__inputs.npy` and so on)."""
-    from tinypod.data import build, puzzles
+    from tinypod.data import authors, build, puzzles
 
-    info, splits = puzzles.import_authors_folder(folder)
+    info, splits = authors.import_folder(folder)
     build.describe(out, puzzles.write_dataset(out, info, splits), console)

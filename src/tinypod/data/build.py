@@ -6,10 +6,12 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from tinypod.data import puzzles, sudoku
+from tinypod.data import puzzles, sudoku, sudoku_csv, sudoku_generate
 from tinypod.data.views import SUDOKU_FIRST_DIGIT
 from tinypod.errors import DataError, UserError
-from tinypod.runs.terminal import counting
+from tinypod.runs.terminal import counting, say
+
+SMALL = 6  # the side of grids that need no compiled solver
 
 
 def parse_box(text: str) -> tuple[int, int]:
@@ -41,27 +43,41 @@ def build_sudoku(
         raise UserError("--clues goes with --generate only: puzzles that are read keep their clues")
     if (train_csv is None) != (test_csv is None):
         raise UserError("give both --train-csv and --test-csv, or neither")
+    _warn_if_slow(box, console)
     if generate:
         test_size = test_size or 1000
         train, test = _generate(box, train_size, test_size, clues, seed, console)
         origin = f"generated: box {box[0]}x{box[1]}, clues {clues or 'minimal'}, seed {seed}"
     else:
         if train_csv is None or test_csv is None:
-            downloaded = sudoku.download()
+            downloaded = sudoku_csv.download()
             train_csv, test_csv = downloaded["train"], downloaded["test"]
         train = _read(train_csv, box, train_size, seed, console)
         test = _read(test_csv, box, test_size, seed, console)
         origin = f"read from CSV: {len(train.questions)} training rows drawn with seed {seed}"
     copies = np.isin(sudoku.signatures(test.questions, box), sudoku.signatures(train.questions, box)).sum()
     if copies:
-        console.print(f"[yellow]note:[/] {copies} held-out puzzles look like symmetric copies of training puzzles")
+        say(console, f"note: {copies} held-out puzzles look like symmetric copies of training puzzles", "yellow")
     info, splits = _to_splits(train, test, box, origin, seed)
     return puzzles.write_dataset(out, info, splits)
 
 
 def describe(out: Path, info: puzzles.DatasetInfo, console: Console) -> None:
     sizes = ", ".join(f"{split.rows:,} {name}" for name, split in info.splits.items())
-    console.print(f"{out}: {info.kind} puzzles of {info.seq_len} cells ({sizes})", highlight=False)
+    say(console, f"{out}: {info.kind} puzzles of {info.seq_len} cells ({sizes})")
+
+
+def _warn_if_slow(box: tuple[int, int], console: Console) -> None:
+    from tinypod.data import sudoku_solver
+
+    side = sudoku.side_of(box)
+    if not sudoku_solver.COMPILED and side > SMALL:
+        say(
+            console,
+            f"note: numba is not installed: making and proving {side}x{side} puzzles takes some 50 times as long, "
+            "hours for millions of them; pip install 'tinypod[sudoku]' compiles the solver",
+            "yellow",
+        )
 
 
 def _generate(
@@ -70,7 +86,7 @@ def _generate(
     """Both splits in one go: no two puzzles are symmetric copies of each other."""
     total = train_size + test_size
     with counting(console, "generating", total) as progress:
-        made = sudoku.generate(box, total, seed, clues, progress=progress)
+        made = sudoku_generate.generate(box, total, seed, clues, progress=progress)
 
     def part(rows: slice) -> sudoku.Puzzles:
         return sudoku.Puzzles(made.questions[rows], made.answers[rows], made.sources[rows], made.ratings[rows])
@@ -79,8 +95,8 @@ def _generate(
 
 
 def _read(path: Path, box: tuple[int, int], size: int | None, seed: int, console: Console) -> sudoku.Puzzles:
-    with counting(console, f"proving {path.name}", size) as progress:
-        return sudoku.read_csv(path, box, subsample=size, seed=seed, progress=progress)
+    with counting(console, "proving", size) as progress:
+        return sudoku_csv.read_csv(path, box, subsample=size, seed=seed, progress=progress)
 
 
 def _to_splits(

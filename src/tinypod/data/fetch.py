@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tinypod.data import puzzles
 from tinypod.errors import DataError, StorageError
-from tinypod.runs.storage import cache_folder, explained, folder, is_remote, replace_file, url_of
+from tinypod.runs.storage import cache_folder, explained, folder, inside, is_remote, replace_file, url_of
 from tinypod.runs.terminal import counting
 
 LOCK_PATIENCE_S = 1800.0  # while another process fetches the same dataset
@@ -36,14 +36,17 @@ def fetch_dataset(url: str, console: Console | None = None) -> Path:
     url = url_of(url)
     remote, local = folder(url), cache_folder("datasets", url)
     local.mkdir(parents=True, exist_ok=True)
-    with _locked(local / ".lock"), explained(f"data.path {url}"):
+    with _locked(local / ".lock"), explained(url):
         description = _read_description(remote)
         hashes = {f"{name}.npz": split.sha256 for name, split in _parse(description, url).splits.items()}
-        missing = [name for name, sha256 in hashes.items() if _sha256(local / name) != sha256]
+        targets = {name: inside(local, name) for name in hashes}
+        missing = [name for name, sha256 in hashes.items() if _sha256(targets[name]) != sha256]
         sizes = {name: _size(remote / name) for name in missing}
-        with counting(console or Console(quiet=True), f"fetching {url} (KiB)", sum(sizes.values()) >> 10) as progress:
+        with counting(
+            console or Console(quiet=True), "fetching the dataset (KiB)", sum(sizes.values()) >> 10
+        ) as progress:
             for name in missing:
-                _fetch(remote / name, local / name, hashes[name], progress)
+                _fetch(remote / name, targets[name], hashes[name], progress)
         replace_file(local / "dataset.json", description)
     return local
 
@@ -53,7 +56,8 @@ def _read_description(remote: epath.Path) -> bytes:
         return bytes((remote / "dataset.json").read_bytes())
     except FileNotFoundError:
         raise DataError(
-            f"data.path: no dataset at {remote} (no dataset.json); copy one there that `tinypod data` made"
+            f"data.path: no dataset at {remote} (no dataset.json, or no such bucket); check the name, "
+            "or copy one there that `tinypod data` made"
         ) from None
 
 
@@ -110,5 +114,9 @@ def _locked(path: Path) -> Iterator[None]:
                     raise StorageError(
                         f"{path}: another process of this host has held it for {LOCK_PATIENCE_S:.0f} s; does it hang?"
                     ) from None
-                time.sleep(0.1)
+                _pause()
         yield
+
+
+def _pause() -> None:
+    time.sleep(0.1)

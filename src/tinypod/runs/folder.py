@@ -90,9 +90,7 @@ class Run:
             self._in_store[name] = self._stamp(name)
 
     def _write(self, name: str, content: bytes) -> None:
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        storage.replace_file(path, content)
+        storage.replace_file(storage.inside(self.folder, name), content)
 
     def _stamp(self, name: str) -> tuple[int, int]:
         stat = (self.folder / name).stat()

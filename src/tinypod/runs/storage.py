@@ -1,4 +1,4 @@
-"""Object stores: `gs://` paths beside local ones, small files in them, and datasets fetched from them.
+"""Object stores: `gs://` paths beside local ones, and small files written whole.
 
 Array data goes through TensorStore, everything else through gcsfs. Both try again with growing pauses when the store
 refuses or cannot be reached, for `TINYPOD_STORAGE_RETRY_S` seconds (60); after that the error is a StorageError with
@@ -11,6 +11,7 @@ import asyncio
 import errno
 import functools
 import hashlib
+import logging
 import os
 import random
 import re
@@ -28,6 +29,22 @@ SCHEME = "gs://"
 MARKER = "commit_success.txt"  # in a checkpoint that is complete
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 16.0
 REQUEST_TIMEOUT_S = 120.0  # one request for a small file; a store may hang as well as refuse
+CONNECT_TIMEOUT_S, SILENCE_TIMEOUT_S = 20, 60  # a connection that does not come up, or stands still, is tried again
+PASSING = frozenset({408, 429, 500, 502, 503, 504})  # HTTP statuses that may be over the next time
+MISSING, REFUSED = frozenset({404}), frozenset({401, 403})  # and those that stay until somebody mends something
+
+WORDS = {  # TensorStore's, as HTTP has them
+    "ABORTED": 503,
+    "DEADLINE_EXCEEDED": 504,
+    "NOT_FOUND": 404,
+    "PERMISSION_DENIED": 403,
+    "UNAUTHENTICATED": 401,
+    "UNAVAILABLE": 503,
+}
+
+
+class Unavailable(Exception):
+    """A store that refused or could not be reached for as long as we ask. gcsfs does not try this one again."""
 
 
 def retry_s() -> float:
@@ -56,50 +73,100 @@ def folder(target: str | os.PathLike[str]) -> epath.Path:
 
 
 @contextmanager
-def explained(what: object) -> Iterator[None]:
-    """Errors of a disk or a store come out as a StorageError that names the path."""
+def explained(target: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors of a disk or a store come out as an error of ours that names the path."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        raise StorageError(f"{what}: {reason(error)}. Nothing is lost; start again once it works") from error
+        raise explain(target, error) from error
+
+
+def explain(target: str | os.PathLike[str], error: BaseException) -> UserError:
+    """What is missing or forbidden in a store is the user's to mend; anything else may work when started again."""
+    status = status_of(error) if is_remote(target) else None
+    if status in MISSING | REFUSED:
+        url = url_of(target)
+        bucket = url.removeprefix(SCHEME).split("/")[0]
+        if status in MISSING:
+            return UserError(f"{url}: not found; is there a bucket {bucket}, and is the rest of the name right?")
+        return UserError(
+            f"{url}: the store does not allow it ({first_line(error)}). Check the name of the bucket ({bucket}), "
+            "sign in with `gcloud auth application-default login`, and see that this account may read and write there"
+        )
+    why = reason(error) if is_remote(target) else local_reason(error)
+    return StorageError(f"{os.fspath(target)}: {why}. Nothing is lost; start again once it works")
 
 
 def reason(error: BaseException) -> str:
     """What a library's error comes down to, for a person."""
+    if is_outage(error) and not is_full(error):
+        return f"the object store did not answer as it should for {retry_s():.0f} s ({first_line(error)})"
+    return local_reason(error)
+
+
+def local_reason(error: BaseException) -> str:
     text = first_line(error)
-    if "No space left" in str(error):
+    if is_full(error):
         return "no space left on the device"
-    if is_outage(error):
-        return f"the object store did not answer as it should for {retry_s():.0f} s ({text})"
     if isinstance(error, FileNotFoundError):
         return f"not found ({text})"
     return text
 
 
+def is_full(error: BaseException) -> bool:
+    return "No space left" in str(error)  # TensorStore and Orbax keep the words, not the number
+
+
 def first_line(error: BaseException) -> str:
-    lines = str(error).split("See full TensorStore details")[0].splitlines()
+    lines = re.split(r"See full TensorStore details| \[http_response_| \[curl_code", str(error))[0].splitlines()
     return (lines[0].strip() if lines else type(error).__name__)[:300]
 
 
-OUTAGE = re.compile(
-    r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|UNKNOWN)\b|CURL|Connection refused|Cannot connect"
-    r"|(HTTP response code: |Service Unavailable|, |code=)(408|429|50[0-4])\b|Service Unavailable"
-)
-
-
 def is_outage(error: BaseException) -> bool:
-    """Whether a store that was unreachable or refusing is behind an error."""
+    """Whether a store that was unreachable or refusing is behind an error. Never so for what a local disk says."""
+    for link in _chain(error):
+        status = _status(link)
+        if status is not None:
+            return status in PASSING
+        of_a_client = type(link).__module__.startswith(("gcsfs.", "aiohttp.", "requests.", "google.auth."))
+        too_late = isinstance(link, TimeoutError) and link.errno is None  # a file system's own has a number
+        if isinstance(link, Unavailable) or of_a_client or too_late:
+            return True
+    return False
+
+
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status with which a store answered, where that is behind an error."""
+    return next((status for link in _chain(error) if (status := _status(link)) is not None), None)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
         seen.add(id(current))
-        of_a_client = type(current).__module__.split(".")[0] in ("gcsfs", "aiohttp", "requests")
-        if of_a_client or isinstance(current, TimeoutError) or OUTAGE.search(str(current)):
-            return True
+        yield current
         current = current.__cause__ or current.__context__
-    return False
+
+
+def _status(error: BaseException) -> int | None:
+    """Each client has its own way to tell it."""
+    module = type(error).__module__
+    if module.startswith(("gcsfs.", "google.api_core.")):
+        code = getattr(error, "code", None)
+        return int(code) if code else None
+    if module.startswith("google.auth."):  # no credentials, or expired ones, unless it could not ask
+        return None if getattr(error, "retryable", False) or type(error).__name__ == "TransportError" else 401
+    if isinstance(error, OSError) and error.errno is None:  # gcsfs; what comes from a disk has a number
+        if isinstance(error, FileNotFoundError):
+            return 404
+        return 403 if str(error).startswith("Forbidden: ") else None
+    if found := re.search(r"(?:\[http_response_code='|HTTP response code: )(\d{3})\b", str(error)):  # TensorStore
+        return int(found[1])
+    word = re.match(r"([A-Z_]+): ", str(error))  # what TensorStore says of a file has the system's number in it
+    return WORDS.get(word[1]) if word and module == "builtins" and "[os_error_code=" not in str(error) else None
 
 
 def may_pass(error: OSError) -> bool:
@@ -113,35 +180,42 @@ def connect() -> None:
     # Bucket layouts are otherwise asked for over gRPC, which neither emulators nor most permissions allow: a minute
     # is lost on each call. What it is for, renaming folders in one step, we do not rely on.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-    # A transfer that stands still for a minute is tried again.
-    os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", "20")
-    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "60")
+    os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", str(CONNECT_TIMEOUT_S))
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(SILENCE_TIMEOUT_S))
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it writes a traceback of each error that it raises
     try:
+        import aiohttp
         import fsspec
-        from gcsfs.core import GCSFileSystem
-        from gcsfs.retry import is_retriable
+        import gcsfs  # noqa: F401  (what fsspec finds behind gs://)
     except ImportError as error:
         raise UserError(f"{SCHEME} paths need more packages: pip install 'tinypod[gcs]'") from error
 
-    send_once = GCSFileSystem._request.__wrapped__  # its own retries count attempts, ours seconds
+    async def patiently(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+        give_up, pause = time.monotonic() + retry_s(), FIRST_PAUSE_S
+        while True:
+            try:
+                response = await send(request)
+                if response.status not in PASSING:
+                    return response
+                why = f"{response.status} {response.reason}"
+                response.release()
+            except aiohttp.ClientError as error:
+                why = first_line(error)
+            if time.monotonic() + pause > give_up:
+                raise Unavailable(why)
+            await asyncio.sleep(pause * (0.5 + random.random()))  # apart from each other: many hosts are refused
+            pause = min(2 * pause, LONGEST_PAUSE_S)
 
-    class PatientFileSystem(GCSFileSystem):
-        async def _request(self, *args: Any, **options: Any) -> Any:
-            give_up, pause = time.monotonic() + retry_s(), FIRST_PAUSE_S
-            while True:
-                try:
-                    return await send_once(self, *args, **options)
-                except Exception as error:
-                    if not is_retriable(error) or time.monotonic() + pause > give_up:
-                        raise
-                await asyncio.sleep(pause * (0.5 + random.random()))  # apart from each other: many hosts are refused
-                pause = min(2 * pause, LONGEST_PAUSE_S)
-
-    for protocol in ("gcs", "gs"):
-        fsspec.register_implementation(protocol, PatientFileSystem, clobber=True)
+    timeout = aiohttp.ClientTimeout(
+        total=retry_s() + REQUEST_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S
+    )
     settings = fsspec.config.conf.setdefault("gcs", {})
-    settings |= {"use_listings_cache": False, "requests_timeout": REQUEST_TIMEOUT_S}
+    settings |= {
+        "use_listings_cache": False,
+        "requests_timeout": timeout,
+        "session_kwargs": {"middlewares": (patiently,)},
+    }
     if os.environ.get("STORAGE_EMULATOR_HOST"):  # as Google's own client does
         settings.setdefault("token", "anon")
 
@@ -175,7 +249,10 @@ def files_under(path: epath.Path) -> list[str]:
     """Names, relative to a remote folder, of all files in it and below."""
     prefix = os.fspath(path).removeprefix(SCHEME) + "/"
     found = _file_system().find(os.fspath(path))
-    return [name.removeprefix(prefix) for name in found if name != prefix]  # a console's "folder" is an empty object
+    names = [name.removeprefix(prefix) for name in found if not name.endswith("/")]  # a console's "folder" ends so
+    for name in names:
+        _check_name(name, os.fspath(path))
+    return names
 
 
 def _file_system() -> Any:
@@ -194,6 +271,21 @@ def cache_folder(kind: str, url: str) -> Path:
     """Where this host keeps its copy of something remote; readable, and no two URLs share one."""
     readable = re.sub(r"[^A-Za-z0-9.-]+", "_", url.removeprefix(SCHEME))[-80:].strip("_.")
     return cache_root() / kind / f"{readable}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Where a file goes whose name comes from outside (a bucket, a description): always below the folder."""
+    try:
+        below = folder.resolve() in (folder / name).resolve().parents  # where links lead, too
+    except (OSError, RuntimeError, ValueError):  # links in a circle, a NUL
+        below = False
+    _check_name(name, str(folder), below)
+    return folder / name
+
+
+def _check_name(name: str, folder: str, below: bool = True) -> None:
+    if not below or not name or name.startswith("/") or ".." in name.split("/") or "\0" in name:
+        raise UserError(f"{name!r} cannot be the name of a file in {folder}: it leads out of it. Nothing was written")
 
 
 def replace_file(path: Path, content: bytes, *, durable: bool = False) -> None:
