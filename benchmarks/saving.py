@@ -30,6 +30,7 @@ def measure(config: ExperimentConfig, folder: Path, groups: int, steps: int) -> 
     step = experiment.train_step.lower(state, source).compile()  # type: ignore[attr-defined]
     about = run.about(experiment)
     checkpoints = Checkpoints(folder, keep_last=config.checkpoint.keep_last)
+    checkpoints.prepare(experiment.abstract_state)
     blocked: list[float] = []
     with_save: list[float] = []
     without: list[float] = []
@@ -45,7 +46,7 @@ def measure(config: ExperimentConfig, folder: Path, groups: int, steps: int) -> 
         (with_save if saving else without).append(time.perf_counter() - began)
         checkpoints.wait()
     checkpoints.close()
-    # The first of each warms up: threads, caches, the compiled checksum.
+    # The first of each warms up: threads, caches.
     return {
         "step_s": statistics.median(without[1:]) / steps,
         "blocked_s": statistics.median(blocked[1:]),

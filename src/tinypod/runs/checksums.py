@@ -1,7 +1,7 @@
 """A number for each array that any changed bit changes; integers, computed where it lies, the same on any mesh."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -21,7 +21,18 @@ def checksums(flat: dict[str, Array]) -> Array:
 
     Computed where the arrays lie; the result is on every device.
     """
-    return _jitted_checksums(everywhere(flat.values()))(flat)
+    return _jitted_checksums(replicated_like(flat.values()))(flat)
+
+
+def make_checksums(abstract: dict[str, Any]) -> Callable[[dict[str, Array]], Array]:
+    """`checksums`, compiled now for arrays of these shapes and shardings; for others it compiles when they come."""
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in abstract.items()}
+    compiled = _jitted_checksums(replicated_like(shapes.values())).lower(shapes).compile()
+
+    def compute(flat: dict[str, Array]) -> Array:
+        return compiled(flat) if _is_alike(flat, shapes) else checksums(flat)
+
+    return compute
 
 
 @functools.cache
@@ -30,6 +41,14 @@ def _jitted_checksums(sharding: Sharding | None) -> Any:
         return jnp.stack([checksum(flat[name]) for name in sorted(flat)])
 
     return jax.jit(all_of, out_shardings=sharding)
+
+
+def _is_alike(flat: dict[str, Array], shapes: dict[str, jax.ShapeDtypeStruct]) -> bool:
+    return flat.keys() == shapes.keys() and all(
+        (x.shape, x.dtype) == (shapes[name].shape, shapes[name].dtype)
+        and x.sharding.is_equivalent_to(shapes[name].sharding, x.ndim)
+        for name, x in flat.items()
+    )
 
 
 def checksum(x: Array) -> Array:
@@ -47,7 +66,7 @@ def checksum(x: Array) -> Array:
     return jnp.sum(words * ((2 * place + 1) * jnp.uint32(2654435761)), dtype=jnp.uint32)
 
 
-def everywhere(leaves: Iterable[Any]) -> Sharding | None:
+def replicated_like(leaves: Iterable[Any]) -> Sharding | None:
     """The sharding that puts a whole array on every device that holds a part of these."""
     leaves = list(leaves)
     for leaf in leaves:
