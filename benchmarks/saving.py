@@ -16,19 +16,20 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from tinypod import config as configs
 from tinypod.experiment import ExperimentConfig, build
-from tinypod.runs import folder as run
 from tinypod.runs.checkpoints import Checkpoints
+from tinypod.runs.saver import about
 
 
 def measure(config: ExperimentConfig, folder: Path, groups: int, steps: int) -> dict[str, float]:
     experiment = build(config)
-    source = experiment.put_source(experiment.read_split(config.data.train_split))
-    state = experiment.init()
-    step = experiment.train_step.lower(state, source).compile()  # type: ignore[attr-defined]
-    about = run.about(experiment)
+    feed, settings = experiment.task.open_feed(experiment.mesh), experiment.put_settings()
+    state, number_0 = experiment.init(), experiment.put(np.int32(0))
+    step = experiment.train_step.lower(*experiment.abstract_inputs).compile()
+    origin = about(experiment)
     checkpoints = Checkpoints(folder, keep_last=config.checkpoint.keep_last)
     checkpoints.prepare(experiment.abstract_state)
     blocked: list[float] = []
@@ -38,10 +39,10 @@ def measure(config: ExperimentConfig, folder: Path, groups: int, steps: int) -> 
         saving = number % 2 == 0
         began = time.perf_counter()
         if saving:
-            checkpoints.save(state, about)
+            checkpoints.save(state, origin)
             blocked.append(time.perf_counter() - began)
         for _ in range(steps):
-            state, _ = step(state, source)
+            state, _ = step(state, settings, number_0, feed(0))
         jax.block_until_ready(state)
         (with_save if saving else without).append(time.perf_counter() - began)
         checkpoints.wait()

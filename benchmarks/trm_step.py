@@ -21,7 +21,6 @@ import numpy as np
 from tinypod import config as configs
 from tinypod.data import puzzles
 from tinypod.experiment import ExperimentConfig, build
-from tinypod.models.trm import count_matmul_flops
 
 STEPS_A_ROUND = 10
 
@@ -50,22 +49,22 @@ def random_dataset(folder: Path, rows: int = 1000) -> Path:
 
 def measure(config: ExperimentConfig, rounds: int) -> dict[str, float]:
     experiment = build(config)
-    source = experiment.put_source(experiment.read_split("train"))
+    feed, settings = experiment.task.open_feed(experiment.mesh), experiment.put_settings()
     state = experiment.init()
     began = time.perf_counter()
-    step = experiment.train_step.lower(state, source).compile()  # type: ignore[attr-defined]
+    step = experiment.train_step.lower(*experiment.abstract_inputs).compile()
     compile_s = time.perf_counter() - began
     memory = step.memory_analysis()
     times = []
     for number in range(rounds + 1):
         began = time.perf_counter()
-        for _ in range(STEPS_A_ROUND):
-            state, sums = step(state, source)
+        for batch in range(STEPS_A_ROUND):  # as the loop does it, the number from the host
+            state, sums = step(state, settings, experiment.put(np.int32(batch)), feed(batch))
         jax.block_until_ready((state, sums))
         if number:  # the first round warms up
             times.append((time.perf_counter() - began) / STEPS_A_ROUND)
     step_s = statistics.median(times)
-    flops = count_matmul_flops(config.model, experiment.shape) * config.batch_size
+    flops = experiment.task.flops(True) * config.batch_size
     return {
         "ms": 1e3 * step_s,
         "spread": 1e3 * (max(times) - min(times)),

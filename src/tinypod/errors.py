@@ -67,3 +67,9 @@ class NonFiniteError(UserError):
     """A loss that stays non-finite, whatever was skipped."""
 
     exit_code = 79
+
+
+class DeviceMemoryError(UserError):
+    """A device that ran out of memory, at compiling or in a step."""
+
+    exit_code = 80

@@ -148,8 +148,8 @@ class Experiment:
 
     def put_settings(self, **changes: float) -> step.Settings:
         """The settings on the devices; `changes` to those of the optimizer."""
-        optimizer = self.settings.optimizer | {name: np.float32(value) for name, value in changes.items()}
-        return self.put(self.settings._replace(optimizer=optimizer))
+        changed: dict[str, Any] = self.settings.optimizer | {k: np.float32(v) for k, v in changes.items()}
+        return self.put(self.settings._replace(optimizer=changed))
 
     def put(self, tree: Any) -> Any:
         """Host values, replicated on all devices."""
@@ -241,7 +241,13 @@ def build(
     return experiment
 
 
-def _state_shardings(shapes: step.TrainState, specs: Any, mesh: Mesh) -> step.TrainState:
+def describe_task(config: ExperimentConfig) -> Task:
+    """The task of a config without devices, for plans: its functions that compute are not to be used."""
+    kind = KINDS[config.task.kind]
+    return kind.build(config, kind.open(config, True, None), None)
+
+
+def _state_shardings(shapes: Any, specs: Any, mesh: Mesh) -> Any:
     rows = sharding.over_batch(mesh)
     return shapes._replace(
         step=sharding.replicated(mesh),

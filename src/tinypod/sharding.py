@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from pydantic import Field, model_validator
 
 from tinypod.config import Config
@@ -75,11 +75,11 @@ def describe_mesh(sizes: Mapping[str, int]) -> str:
     return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def over_batch(mesh: Mesh) -> NamedSharding:
+def over_batch(mesh: Mesh | AbstractMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 

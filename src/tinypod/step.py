@@ -137,7 +137,7 @@ def make_train_step(
 def _make_differentiate(task: Task, accumulation: int) -> Callable[..., tuple[Tree, ...]]:
     """(params, carry, batch, varied) -> gradients, sums, carry, gradients of table rows; part by part."""
 
-    def gradients(params: dict[str, Tree], carry: Tree, batch: Tree, varied: Tree) -> tuple[Tree, ...]:
+    def gradients(params: dict[str, Tree], carry: Tree, batch: Tree, varied: Tree) -> Any:
         loss, arguments, ids = bind_loss(task, params, carry, batch, varied)
         (grads, row_grads), (carry, sums) = jax.grad(loss, argnums=(0, 1), has_aux=True)(*arguments)
         return grads, sums, carry, {name: RowGradients(ids[name], row_grads[name]) for name in ids}
@@ -155,7 +155,7 @@ def _make_differentiate(task: Task, accumulation: int) -> Callable[..., tuple[Tr
         zeros = jax.tree.map(jnp.zeros_like, select_trained(task, params))
 
         def add(total: Tree, part: Tree) -> tuple[Tree, Tree]:
-            grads, *rest = gradients(params, *part, varied)
+            grads, *rest = gradients(params, part[0], part[1], varied)
             return jax.tree.map(jnp.add, total, grads), rest
 
         grads, (sums, carry, row_grads) = jax.lax.scan(add, zeros, parts)

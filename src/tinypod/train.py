@@ -38,7 +38,7 @@ from tinypod.runs.record import check_config, write_config
 from tinypod.runs.run_log import RunLog, decode_scores, encode_scores, read_scores
 from tinypod.runs.saver import Restored, Saver
 from tinypod.runs.terminal import TrainingProgress, say, warn
-from tinypod.sharding import describe_mesh
+from tinypod.sharding import describe_mesh, num_batch_shards
 from tinypod.step import TrainState, evaluation_params
 
 QUEUED = 2  # steps that may wait on the device before the host does: more would delay signals and deadlines
@@ -100,12 +100,12 @@ def train(
         guard = stack.enter_context(
             CompileGuard(lambda: health.current, on_recompile, lambda text: warn(console, text))
         )
-        stop = stack.enter_context(stop_on_signals(cluster, lambda text: say(console, text)))
+        stop = stack.enter_context(stop_on_signals(cluster))
         try:
             outcome = _train(Attempt(experiment, run, console, cluster, health, guard, stop), from_step, profile)
         except jax.errors.JaxRuntimeError as error:
             if is_out_of_memory(error):
-                raise DeviceMemoryError.of(error, config.batch_size // config.accumulation, experiment.mesh) from error
+                raise _out_of_memory(error, experiment) from None
             if cluster.count == 1:
                 raise
             raise DeadlineError(health.lost_contact(error)) from error
@@ -205,10 +205,21 @@ def _train(attempt: Attempt, from_step: int | None, profile: tuple[int, int] | N
     return outcome
 
 
+def _out_of_memory(error: Exception, experiment: Experiment) -> DeviceMemoryError:
+    config, mesh = experiment.config, experiment.mesh
+    rows = config.batch_size // config.accumulation // num_batch_shards(mesh)
+    first = str(error).strip().splitlines()[0][:300]
+    return DeviceMemoryError(
+        f"{mesh.devices.flat[0].device_kind} ran out of memory with {rows:,} rows a device (batch_size / accumulation "
+        f"over the mesh): {first}. Raise accumulation=, set model.remat=true, raise mesh.fsdp=, or lower batch_size="
+    )
+
+
 def _restore(attempt: Attempt, from_step: int | None) -> tuple[Saver, RunLog, Restored]:
     """The state to resume from; with `from_step`, newer checkpoints are set aside once that one is known good."""
     experiment, run, console, cluster, *_ = attempt
-    metric, timeout_s = experiment.best and experiment.best.name, experiment.config.health.restore_timeout_s
+    timeout_s = experiment.config.health.restore_timeout_s
+    metric = None if experiment.best is None else experiment.best.name
     known = read_scores(run.folder, metric) if cluster.is_primary else {}
     scores = decode_scores(cluster.agree("scores", encode_scores(known), timeout_s))
     saver = Saver(run, experiment, cluster, console, scores)

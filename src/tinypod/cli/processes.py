@@ -20,7 +20,7 @@ from tinypod.health import watch as health
 from tinypod.health.watch import HealthConfig
 from tinypod.runs.folder import Run
 from tinypod.runs.metrics import MetricsLog
-from tinypod.train import SUPERVISED
+from tinypod.runs.saver import SUPERVISED
 
 
 def join_cluster(

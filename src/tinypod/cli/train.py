@@ -118,12 +118,12 @@ def _with_advice(error: UserError, config: Any) -> UserError:
 
 
 def _print_outcome(run: "Run", outcome: Any) -> None:
-    from tinypod.health import goodput
+    from tinypod.health import goodput, goodput_view
     from tinypod.runs.report import summary_table
 
     console.print(summary_table(run, outcome.experiment, outcome.step, outcome.best))
     if outcome.trained:
-        console.print(goodput.render(goodput.summarise(run.folder)))
+        console.print(goodput_view.render(goodput.summarise(run.folder)))
     elif outcome.stopped_by is None:
         console.print(f"nothing left to do at step {outcome.step:,}; to train further, raise steps=", highlight=False)
     if outcome.stopped_by is not None:

@@ -200,9 +200,10 @@ class Health:
             with self._lock:
                 self._samples.append(1000 * seconds / steps)
 
-    def rolled_back(self, from_step: int, to_step: int, seconds: float) -> None:
-        """Steps that were done, and are taken back; they took so many seconds."""
+    def rolled_back(self, from_step: int, to_step: int) -> None:
+        """Steps that were done, and are taken back; they took as long as steps usually do."""
         with self._lock:
+            seconds = (from_step - to_step) * _percentiles(list(self._samples)).get("p50", 0.0) / 1000
             self._step = to_step
             self._beats += 1
             if self.ledger is not None:

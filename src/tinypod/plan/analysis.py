@@ -17,7 +17,7 @@ from tinypod import sharding
 from tinypod.experiment import Experiment
 from tinypod.health.memory import is_out_of_memory, step_bytes
 from tinypod.plan import hlo
-from tinypod.step import bind_loss
+from tinypod.step import bind_loss, draw_batch
 
 _NEEDED = re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM")  # as the TPU compiler says it
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -120,7 +120,7 @@ def analyse(experiment: Experiment) -> tuple[Analysis, Any]:
     experiment.check_batch()
     mesh = dict(experiment.mesh.shape)
     began = time.perf_counter()
-    lowered = experiment.train_step.lower(experiment.abstract_state, experiment.abstract_source)  # type: ignore[attr-defined]
+    lowered = experiment.train_step.lower(*experiment.abstract_inputs)
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -143,7 +143,7 @@ def split_memory(experiment: Experiment, needed: int | None) -> Memory:
         "optimizer": _bytes(state.opt_state),
         "averages": _bytes(state.ema),
         "carry": _bytes(state.carry),
-        "data": _bytes(experiment.abstract_source),
+        "data": _bytes(experiment.abstract_inputs[3]),
     }
     known, kept = sum(parts.values()), kept_for_backward(experiment)
     needed = known + kept if needed is None else needed
@@ -159,14 +159,15 @@ def _bytes(tree: Any) -> int:
 
 def kept_for_backward(experiment: Experiment) -> int:
     """Bytes that differentiating one part of a batch keeps, on one device; found by tracing alone."""
-    task, state = experiment.task, experiment.abstract_state
-    batch = jax.eval_shape(lambda source: task.draw(source, jax.random.key(0)), experiment.abstract_source)
+    task = experiment.task
+    state, settings, number, feed = experiment.abstract_inputs
+    batch = jax.eval_shape(lambda *inputs: draw_batch(task, *inputs), settings, number, feed)
 
-    def pullback(params: Any, carry: Any, batch: Any) -> Any:
-        loss, arguments, _ = bind_loss(task, params, carry, batch)
+    def pullback(params: Any, carry: Any, batch: Any, varied: Any) -> Any:
+        loss, arguments, _ = bind_loss(task, params, carry, batch, varied)
         return jax.vjp(loss, *arguments, has_aux=True)[1]
 
-    jaxpr = jax.make_jaxpr(pullback)(state.params, state.carry, batch).jaxpr
+    jaxpr = jax.make_jaxpr(pullback)(state.params, state.carry, batch, settings.task).jaxpr
     given = {id(var) for var in jaxpr.invars}  # weights, and the carry: there already
     kept = {id(var): var.aval for var in jaxpr.outvars if id(var) not in given}
     size = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in kept.values() if hasattr(aval, "shape"))

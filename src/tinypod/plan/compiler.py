@@ -1,7 +1,7 @@
 """The TPU compiler, in a process of its own: it needs no TPU, takes minutes, and may end the process it is in.
 
-The parent sends a config and a slice as JSON; the child builds the experiment for the slice's devices, compiles its
-step and answers with an Analysis. Ctrl-C in the parent ends the child at once, and so does the parent's own end.
+The parent sends a config and a slice's name as JSON; the child builds the experiment for the slice's devices, compiles
+its step and answers with an Analysis. Ctrl-C in the parent ends the child at once, and so does the parent's own end.
 """
 
 import json
@@ -16,9 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tinypod.cluster.children import with_parent
-from tinypod.data.puzzles import DatasetInfo
 from tinypod.errors import ConfigError, DataError, DeadlineError, UserError
-from tinypod.experiment import DataFound, ExperimentConfig
+from tinypod.experiment import ExperimentConfig
 from tinypod.plan import slices
 from tinypod.plan.analysis import Analysis
 
@@ -59,15 +58,13 @@ def _missing(what: str) -> str:
 
 def compile_for(
     config: ExperimentConfig,
-    data: DataFound,
     target: slices.Slice,
     *,
     tick: Callable[[float], None] = lambda seconds: None,
     timeout_s: float = TIMEOUT_S,
 ) -> Analysis:
     """Compile the config's step for the slice. `tick` is told now and then how long it has taken."""
-    described = {"folder": str(data.folder), "info": data.info.model_dump()}
-    request = json.dumps({"config": config.model_dump(), "data": described, "slice": target.name})
+    request = json.dumps({"config": config.model_dump(mode="json"), "slice": target.name})
     out, err, code = _ask(request, target.name, tick, timeout_s)
     answers = [line for line in out.splitlines() if line.startswith(_ANSWER)]
     if not answers:
@@ -133,9 +130,7 @@ def _serve() -> None:
     try:
         devices = topologies.get_topology_desc(**target.topology_arguments()).devices
         config = ExperimentConfig.model_validate(request["config"])
-        data = DataFound(Path(request["data"]["folder"]), DatasetInfo.model_validate(request["data"]["info"]))
-        built = build(config, devices, data=data)
-        answer = analyse(built)[0].model_dump_json()
+        answer = analyse(build(config, devices, planned=True))[0].model_dump_json()
     except UserError as error:
         answer = json.dumps({"error": str(error), "kind": type(error).__name__})
     print(f"\n{_ANSWER}{answer}", flush=True)

@@ -20,9 +20,10 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from tinypod.experiment import Experiment, ExperimentConfig, build, describe_data
+from tinypod import sharding
+from tinypod.errors import DataError
+from tinypod.experiment import Experiment, ExperimentConfig, build
 from tinypod.health.memory import device_bytes
-from tinypod.models import trm
 from tinypod.plan.analysis import Analysis, Facts, analyse
 from tinypod.plan.planner import changed
 from tinypod.plan.search import find_fit
@@ -90,7 +91,7 @@ def plan_here(
     """Compile for the local devices and predict; `measure`: run ten steps, too, if they fit. Without a `probe` the
     device is probed."""
     config = changed(config, overrides)
-    experiment = build(config, data=describe_data(config))
+    experiment = build(config, planned=True)
     what = f" with {' '.join(overrides)}" * bool(overrides)
     with Status(f"compiling for the device at hand{what}", console=console):
         analysis, compiled = analyse(experiment)
@@ -163,7 +164,7 @@ def make_local_plan(
         probe=probe,
         batch_size=config.batch_size,
         rows_per_device=config.batch_size // config.accumulation // (mesh["data"] * mesh["fsdp"]),
-        model_flops=float(trm.count_matmul_flops(config.model, experiment.shape) * config.batch_size),
+        model_flops=float(experiment.task.flops(True) * config.batch_size),
         analysis=analysis,
         fits=work is not None and room,
         compute_s=0.0 if work is None else work.flops / probe.flops,
@@ -206,25 +207,24 @@ def _seconds(function: Callable[[Any], Any], argument: Any) -> float:
 
 
 def measure_step(experiment: Experiment, compiled: Any) -> float:
-    """Seconds a step, over ten after two that warm up. Where there is no dataset yet, on noise of its shape."""
-    state, source = experiment.init(), _source(experiment)
+    """Seconds a step, over ten after two that warm up. Where there are no data yet, on zeros of their shape."""
+    state, settings, feed = experiment.init(), experiment.put_settings(), _feed(experiment)
     for number in range(2 + MEASURED_STEPS):
         if number == 2:
             jax.block_until_ready(state)
             began = time.perf_counter()
-        state, _ = compiled(state, source)
+        state, _ = compiled(state, settings, experiment.put(np.int32(number)), feed(number))
     jax.block_until_ready(state)
     return (time.perf_counter() - began) / MEASURED_STEPS
 
 
-def _source(experiment: Experiment) -> Any:
-    if (experiment.dataset / "dataset.json").exists():
-        return experiment.put_source(experiment.read_split(experiment.config.data.train_split))
-    random = np.random.default_rng(0)
-    arrays = {name: np.zeros(x.shape, x.dtype) for name, x in experiment.abstract_source.items()}
-    for name in ("inputs", "labels"):
-        arrays[name] = random.integers(1, experiment.info.vocab_size, arrays[name].shape).astype(arrays[name].dtype)
-    return jax.device_put(arrays, jax.tree.map(lambda x: x.sharding, experiment.abstract_source))
+def _feed(experiment: Experiment) -> Callable[[int], Any]:
+    try:
+        return experiment.task.open_feed(experiment.mesh)
+    except DataError:
+        shapes = experiment.abstract_inputs[3]
+        zeros = jax.tree.map(lambda x: sharding.put(np.zeros(x.shape, x.dtype), x.sharding), shapes)
+        return lambda number: zeros
 
 
 def render(plan: LocalPlan) -> RenderableType:

@@ -18,20 +18,22 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
+from jax.sharding import AbstractMesh
 from pydantic import ValidationError
 from rich.console import Console
 from rich.status import Status
 
 from tinypod import config as configs
-from tinypod.data.puzzles import DatasetInfo
 from tinypod.errors import ConfigError
-from tinypod.experiment import ExperimentConfig, describe_data
-from tinypod.models import trm
+from tinypod.experiment import ExperimentConfig, describe_task
 from tinypod.plan import compiler as tpu_compiler
 from tinypod.plan import slices
 from tinypod.plan.analysis import Analysis, Facts, Work
 from tinypod.plan.prices import Prices
 from tinypod.runs import storage
+from tinypod.sharding import AXES
+from tinypod.tasks.task import Task
 
 # Of JAX's settings in the environment, those that cannot change a program.
 _HARMLESS = (
@@ -43,7 +45,7 @@ _HARMLESS = (
     "JAX_TRACEBACK",
 )
 # Of the config, what the compiled step does not depend on.
-_IRRELEVANT = {"seed", "steps", "eval", "checkpoint", "log", "health", "compile_cache"}
+_IRRELEVANT = {"seed", "steps", "eval", "checkpoint", "log", "health", "nonfinite", "compile_cache"}
 
 
 class Prediction(Facts):
@@ -95,7 +97,7 @@ class Plan(Facts):
         if prediction.interconnect_s is None:
             notes.append("exchange between chips is left out: its speed is not known")
         if self.eval_hours is None:
-            notes.append("evaluation is left out: how many puzzles are held out is not known (eval.limit)")
+            notes.append("evaluation is left out: how many rows are held out is not known (eval.limit)")
         return notes + work.notes()
 
     @property
@@ -118,20 +120,19 @@ class Planner:
         self, config: ExperimentConfig, prices: Prices, console: Console, *, grant: bool = False, fresh: bool = False
     ) -> None:
         self.config, self.prices, self.console, self.grant, self.fresh = config, prices, console, grant, fresh
-        self.data = describe_data(config)
+        describe_task(config)  # data that are neither there nor described are an error now
 
     def plan(self, target: slices.Slice, overrides: tuple[str, ...] = ()) -> Plan:
         config = changed(self.config, overrides)
         check(config, target)
-        analysis, cached = self._analysis(config, target, overrides)
-        return make_plan(
-            config, self.data.info, target, analysis, self.prices, overrides, grant=self.grant, cached=cached
-        )
+        task = describe_task(config)
+        analysis, cached = self._analysis(config, task, target, overrides)
+        return make_plan(config, task, target, analysis, self.prices, overrides, grant=self.grant, cached=cached)
 
     def _analysis(
-        self, config: ExperimentConfig, target: slices.Slice, overrides: tuple[str, ...]
+        self, config: ExperimentConfig, task: Task, target: slices.Slice, overrides: tuple[str, ...]
     ) -> tuple[Analysis, bool]:
-        path = cache_folder() / f"{cache_key(config, self.data.info, target)}.json"
+        path = cache_folder() / f"{cache_key(config, task, target)}.json"
         found = None if self.fresh else _read_cached(path)
         if found is not None:
             return found, True
@@ -140,7 +141,7 @@ class Planner:
         )
         with Status(what, console=self.console) as status:
             analysis = tpu_compiler.compile_for(
-                config, self.data, target, tick=lambda seconds: status.update(f"{what}: {seconds:.0f} s")
+                config, target, tick=lambda seconds: status.update(f"{what}: {seconds:.0f} s")
             )
         fits = "" if analysis.work is not None else ", does not fit"
         self.console.print(f"{what}: {analysis.compile_s:.0f} s{fits}", highlight=False)
@@ -177,7 +178,7 @@ def check(config: ExperimentConfig, target: slices.Slice) -> None:
 
 def make_plan(
     config: ExperimentConfig,
-    info: DatasetInfo,
+    task: Task,
     target: slices.Slice,
     analysis: Analysis,
     prices: Prices,
@@ -187,10 +188,9 @@ def make_plan(
     cached: bool = False,
 ) -> Plan:
     generation, mesh = target.generation, analysis.mesh
-    shape = trm.PuzzleShape(info.seq_len, info.vocab_size, info.num_identifiers)
     prediction = None if analysis.work is None else predict(analysis.work, target)
     train_hours = None if prediction is None else config.steps * prediction.step_s / 3600
-    evaluations = _eval_steps(config, info, shape)
+    evaluations = _eval_steps(config, task)
     eval_hours = None if prediction is None or evaluations is None else evaluations * prediction.step_s / 3600
     hours = None if train_hours is None else train_hours + (eval_hours or 0.0)
     return Plan(
@@ -203,7 +203,7 @@ def make_plan(
         batch_size=config.batch_size,
         rows_per_device=config.batch_size // config.accumulation // (mesh["data"] * mesh["fsdp"]),
         usable_bytes=int(generation.usable_bytes),
-        model_flops=float(trm.count_matmul_flops(config.model, shape) * config.batch_size),
+        model_flops=float(task.flops(True) * config.batch_size),
         analysis=analysis,
         prediction=prediction,
         steps=config.steps,
@@ -219,18 +219,16 @@ def _dollars(hours: float | None, target: slices.Slice, price: float | None) -> 
     return None if hours is None or price is None else hours * target.chips * price
 
 
-def _eval_steps(config: ExperimentConfig, info: DatasetInfo, shape: trm.PuzzleShape) -> float | None:
-    """All evaluations of a run, in training steps with as much arithmetic: forward passes only, at every halting step.
+def _eval_steps(config: ExperimentConfig, task: Task) -> float | None:
+    """All evaluations of a run, in training steps with as much arithmetic.
 
-    Where the number of held-out puzzles is not known, `eval.limit` stands for it; None where there is no limit either.
+    Where the number of held-out rows is not known, `eval.limit` stands for it; None where there is no limit either.
     """
-    held_out = info.splits.get(config.data.eval_split)
-    known = [rows for rows in (config.eval.limit, held_out and held_out.rows) if rows]
+    known = [rows for rows in (config.eval.limit, task.held_out_rows) if rows]
     if not known:
         return None
     times = 1 if config.eval.every_steps is None else math.ceil(config.steps / config.eval.every_steps)
-    one, step = (trm.count_matmul_flops(config.model, shape, training=training) for training in (False, True))
-    return times * min(known) * config.task.halting.max_steps * one / (step * config.batch_size)
+    return times * min(known) * task.flops(False) / (task.flops(True) * config.batch_size)
 
 
 def predict(work: Work, target: slices.Slice) -> Prediction:
@@ -278,29 +276,31 @@ def cache_folder() -> Path:
     return storage.cache_root() / "plans"
 
 
-def cache_key(config: ExperimentConfig, info: DatasetInfo, target: slices.Slice) -> str:
+def cache_key(config: ExperimentConfig, task: Task, target: slices.Slice) -> str:
     """Everything that the compiled step depends on, and nothing else: other rates, another seed or more steps ask for
     no new compilation."""
     tree = {name: value for name, value in config.model_dump(mode="json").items() if name not in _IRRELEVANT}
     tree["optimizer"], tree["task"] = _without_numbers(tree["optimizer"]), _without_numbers(tree["task"])
     tree["ema_decay"] = tree["ema_decay"] is not None
-    tree["data"] = tree["data"]["augmentations"] if tree["data"]["augmentations"] in ("endless", 0) else "some"
-    tree["nonfinite"] = tree["nonfinite"]["max_rollbacks"]
+    tree["data"] = {name: value for name, value in tree["data"].items() if name not in ("path", "expected")}
     tree["mesh"] = config.mesh.shape(target.devices)
-    data = info.model_dump(mode="json", exclude={"origin", "sources", "splits"})
-    split = info.splits.get(config.data.train_split)
-    data["split"] = (
-        None if split is None else split.sha256 if info.grouped else split.rows
-    )  # groups: only the file knows
-    parts = (tree, data, target.topology_arguments(), _versions())
+    parts = (tree, _shapes(task), target.topology_arguments(), _versions())
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _without_numbers(tree: Any) -> Any:
-    """Rates, decays, weights and the warm-up are constants of the program: whatever they are, they cost the same."""
+    """Rates, decays and the warm-up are arguments of the program; other numbers cost the same whatever they are."""
     if isinstance(tree, dict):
         return {name: _without_numbers(value) for name, value in tree.items() if name != "warmup_steps"}
     return "a number" if isinstance(tree, float) else tree
+
+
+def _shapes(task: Task) -> list[str]:
+    """Of weights and data, which depend on the data."""
+    params = jax.eval_shape(lambda: task.init_params(jax.random.key(0)))
+    feed = task.abstract_feed(AbstractMesh((1,) * len(AXES), AXES))
+    leaves = jax.tree_util.tree_leaves_with_path((params, feed))
+    return [f"{jax.tree_util.keystr(path)}: {x.dtype}{list(x.shape)}" for path, x in leaves]
 
 
 def _versions() -> dict[str, str]:

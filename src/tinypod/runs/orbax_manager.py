@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
@@ -40,7 +41,7 @@ def open_manager(
         folder,
         # Named here, because a process that has not saved yet would not know how to read what is described.
         item_handlers={
-            "state": ocp.PyTreeCheckpointHandler(multiprocessing_options=options),
+            "state": ocp.PyTreeCheckpointHandler(multiprocessing_options=options, type_handler_registry=_arrays()),
             "info": ocp.JsonCheckpointHandler(multiprocessing_options=options),
         },
         options=ocp.CheckpointManagerOptions(
@@ -54,6 +55,12 @@ def open_manager(
         ),
     )
     return while_some_vanish(open_it) if processes is None else open_it()  # opening is for all of them together
+
+
+def _arrays() -> Any:
+    """Replicas are not sliced for saving: that would compile a slice of every array at the first save."""
+    handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    return ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
 
 
 def while_some_vanish(look: Callable[[], Any]) -> Any:

@@ -36,7 +36,9 @@ def _union(*classes: type[Config]) -> Any:
 
 KINDS = _read_kinds()
 if TYPE_CHECKING:
-    TaskConfig = DataConfig = ModelConfig = Any
+    TaskConfig = Any
+    DataConfig = Any
+    ModelConfig = Any
 else:
     TaskConfig = _union(*(kind.task for kind in KINDS.values()))
     DataConfig = _union(*(kind.data for kind in KINDS.values()))

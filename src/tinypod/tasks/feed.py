@@ -59,19 +59,18 @@ def read_batch(rows: NamedSharding, batch_size: int, read: HostRows, number: int
     """One batch as global arrays; a span of rows that several devices hold is read once."""
     spans: dict[tuple[int, int], Mapping[str, np.ndarray]] = {}
 
-    def part(name: str, index: tuple[slice, ...]) -> np.ndarray:
+    def part(name: str, index: Any) -> np.ndarray:
         start, stop, _ = index[0].indices(batch_size)
         if (start, stop) not in spans:
             spans[start, stop] = read(number, start, stop)
         return spans[start, stop][name]
 
+    def place(name: str, some: np.ndarray) -> jax.Array:
+        shape = (batch_size, *some.shape[1:])
+        return jax.make_array_from_callback(shape, rows, lambda index: part(name, index))
+
     index = next(iter(rows.addressable_devices_indices_map((batch_size,)).values()))
     assert index is not None
     start, stop, _ = index[0].indices(batch_size)
     spans[start, stop] = read(number, start, stop)
-    return {
-        name: jax.make_array_from_callback(
-            (batch_size, *some.shape[1:]), rows, lambda index, name=name: part(name, index)
-        )
-        for name, some in spans[start, stop].items()
-    }
+    return {name: place(name, some) for name, some in spans[start, stop].items()}

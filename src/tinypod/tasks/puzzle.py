@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from rich.console import Console
 
@@ -157,7 +157,7 @@ def make_sampler(data: PuzzleDataConfig, info: puzzles.DatasetInfo) -> Sampler:
     return Sampler(view, None if data.augmentations == "endless" else data.augmentations, grouped=info.grouped)
 
 
-def abstract_arrays(opened: Opened, name: str, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_arrays(opened: Opened, name: str, mesh: Mesh | AbstractMesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of what the feed holds, of a dataset that may not be there; how many groups there are, only the file
     knows."""
     info = opened.info

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from rich.console import Console
 
 from tinypod.config import Config
@@ -81,7 +81,9 @@ class Task:
     frozen: tuple[str, ...]  # patterns of parameter paths that are never updated
     tables: tuple[str, ...]  # top-level parameters that are updated only in the rows that a batch looks up
 
-    abstract_feed: Callable[[Mesh], Tree]  # shapes, dtypes and shardings of what the feed gives, without reading data
+    abstract_feed: Callable[
+        [Mesh | AbstractMesh], Tree
+    ]  # shapes, dtypes and shardings of what the feed gives, without reading data
     open_feed: Callable[[Mesh], Feed]  # reads the training data
     open_evaluation: Callable[[str | None], Evaluation]  # of a split; None: the config's
     fingerprint: Mapping[str, str]  # of the data: a hash for each part
