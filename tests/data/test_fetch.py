@@ -25,7 +25,7 @@ numbers = count()
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[gcs.Store]:
-    monkeypatch.setenv("TINYPOD_STORAGE_RETRY_S", "5")
+    monkeypatch.setenv("TINYPOD_STORAGE_RETRY_S", "60")  # seconds of a busy machine; outages set their own
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield gcs.shared()
     gcs.shared().recover()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tinypod.data import build, sudoku, sudoku_csv, sudoku_generate, sudoku_solver
+from tinypod.data import build, sudoku, sudoku_csv, sudoku_solver
 from tinypod.errors import DataError
 
 BOXES = [(2, 2), (2, 3), (3, 3)]
@@ -115,7 +115,7 @@ def test_solver_solves_a_hard_puzzle_and_sixteen_rows():
 
 @pytest.mark.parametrize(("box", "count"), [((2, 2), 20), ((2, 3), 20), ((3, 3), 4)])
 def test_generated_puzzles_are_unique_and_minimal(box, count):
-    puzzles = sudoku_generate.generate(box, count, seed=3)
+    puzzles = sudoku.generate(box, count, seed=3)
     assert puzzles.questions.shape == puzzles.answers.shape == (count, (box[0] * box[1]) ** 2)
     assert puzzles.questions.dtype == puzzles.answers.dtype == np.uint8
     assert puzzles.ratings.dtype == np.int32
@@ -130,7 +130,7 @@ def test_generated_puzzles_are_unique_and_minimal(box, count):
 
 
 def test_many_generated_puzzles_are_minimal():
-    questions = sudoku_generate.generate((3, 3), 300, seed=8).questions
+    questions = sudoku.generate((3, 3), 300, seed=8).questions
     for cell in range(81):
         clue = questions[:, cell] > 0
         fewer = questions[clue]
@@ -139,24 +139,24 @@ def test_many_generated_puzzles_are_minimal():
 
 
 def test_generated_puzzles_have_the_clues_asked_for():
-    puzzles = sudoku_generate.generate((3, 3), 20, seed=5, clues=40)
+    puzzles = sudoku.generate((3, 3), 20, seed=5, clues=40)
     clues = (puzzles.questions > 0).sum(1)
     assert (clues == 40).all()  # no minimal 9 x 9 puzzle known has more
     assert not ((puzzles.questions != 0) & (puzzles.questions != puzzles.answers)).any()
-    minimal = sudoku_generate.generate((3, 3), 20, seed=5)
+    minimal = sudoku.generate((3, 3), 20, seed=5)
     np.testing.assert_array_equal(minimal.answers, puzzles.answers)
     assert ((minimal.questions == 0) | (minimal.questions == puzzles.questions)).all()
 
 
 def test_generation_depends_on_seed_and_attempt_only():
-    few, many = sudoku_generate.generate((3, 3), 7, seed=11), sudoku_generate.generate((3, 3), 300, seed=11)
+    few, many = sudoku.generate((3, 3), 7, seed=11), sudoku.generate((3, 3), 300, seed=11)
     for a, b in zip(few, many, strict=True):
         assert list(map(str, a)) == list(map(str, b[:7]))
-    other = sudoku_generate.generate((3, 3), 7, seed=12)
+    other = sudoku.generate((3, 3), 7, seed=12)
     assert not set(map(bytes, few.answers)) & set(map(bytes, other.answers))
-    all_small = sudoku_generate.generate((2, 2), 36, seed=11).questions
+    all_small = sudoku.generate((2, 2), 36, seed=11).questions
     for count in (1, 12, 30):  # with many copies left out, and so in several batches
-        np.testing.assert_array_equal(sudoku_generate.generate((2, 2), count, seed=11).questions, all_small[:count])
+        np.testing.assert_array_equal(sudoku.generate((2, 2), count, seed=11).questions, all_small[:count])
     whole = sudoku_solver.generate_batch((3, 3), 11, 0, 8)
     tail = sudoku_solver.generate_batch((3, 3), 11, 5, 3)
     for a, b in zip(whole, tail, strict=True):
@@ -172,7 +172,7 @@ def rectangles(answer):
 
 
 def test_answers_are_not_copies_of_one_grid():
-    answers = sudoku_generate.generate((3, 3), 300, seed=0).answers
+    answers = sudoku.generate((3, 3), 300, seed=0).answers
     assert len(set(map(rectangles, answers[:30]))) > 8
     frequency = np.stack([(answers == digit).mean(0) for digit in range(1, 10)])
     assert abs(frequency - 1 / 9).max() < 5 * np.sqrt(8 / 81 / 300)  # 5 sigma of a uniform digit
@@ -180,39 +180,39 @@ def test_answers_are_not_copies_of_one_grid():
 
 def test_four_by_four_has_36_minimal_puzzles():
     """A known count: 13 with four clues, 22 with five, one with six. So no copy, no merge, and an end."""
-    puzzles = sudoku_generate.generate((2, 2), 36, seed=0)
+    puzzles = sudoku.generate((2, 2), 36, seed=0)
     assert np.bincount((puzzles.questions > 0).sum(1)).tolist() == [0, 0, 0, 0, 13, 22, 1]
     with pytest.raises(DataError, match="found 36 of 37 different 4x4"):
-        sudoku_generate.generate((2, 2), 37, seed=0)
+        sudoku.generate((2, 2), 37, seed=0)
 
 
 def test_patience_is_for_attempts_in_a_row(monkeypatch):
-    monkeypatch.setattr(sudoku_generate, "PATIENCE", 30)
-    assert len(sudoku_generate.generate((2, 2), 34, seed=0).sources) == 34  # 78 copies on the way, never 30 in a row
+    monkeypatch.setattr(sudoku, "PATIENCE", 30)
+    assert len(sudoku.generate((2, 2), 34, seed=0).sources) == 34  # 78 copies on the way, never 30 in a row
     with pytest.raises(DataError, match="30 attempts in a row"):
-        sudoku_generate.generate((2, 2), 36, seed=0)
+        sudoku.generate((2, 2), 36, seed=0)
 
 
 def test_generation_leaves_out_the_excluded():
     rng = np.random.default_rng(0)
-    first = sudoku_generate.generate((2, 2), 20, seed=1)
+    first = sudoku.generate((2, 2), 20, seed=1)
     copies = np.stack([random_symmetry(question, (2, 2), rng) for question in first.questions])
     excluded = sudoku.signatures(copies, (2, 2))
     for exclude in (excluded, set(excluded.tolist())):
-        rest = sudoku_generate.generate((2, 2), 16, seed=1, exclude=exclude)
+        rest = sudoku.generate((2, 2), 16, seed=1, exclude=exclude)
         assert not np.isin(sudoku.signatures(rest.questions, (2, 2)), excluded).any()
     with pytest.raises(DataError, match="found 16 of 17"):
-        sudoku_generate.generate((2, 2), 17, seed=1, exclude=excluded)
+        sudoku.generate((2, 2), 17, seed=1, exclude=excluded)
 
 
 def test_generation_reports_progress_and_refuses_nonsense():
     done = []
-    sudoku_generate.generate((2, 3), 300, seed=0, progress=done.append)
+    sudoku.generate((2, 3), 300, seed=0, progress=done.append)
     assert sum(done) == 300
     assert len(done) > 1
     for box, count, clues in [((3, 3), 0, None), ((3, 3), 1, 82), ((4, 5), 1, None), ((4, 4), 1, None)]:
         with pytest.raises(DataError, match="expected"):
-            sudoku_generate.generate(box, count, seed=0, clues=clues)
+            sudoku.generate(box, count, seed=0, clues=clues)
 
 
 # Signatures
@@ -290,7 +290,7 @@ def rows_of(puzzles):
 
 @pytest.fixture(scope="module")
 def puzzles():
-    return sudoku_generate.generate((2, 3), 20, seed=0)
+    return sudoku.generate((2, 3), 20, seed=0)
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])
@@ -506,9 +506,9 @@ def in_plain_python(code: str) -> str:
 
 SHOW = """
 import hashlib
-from tinypod.data import sudoku, sudoku_csv, sudoku_generate, sudoku_solver
+from tinypod.data import sudoku, sudoku_csv, sudoku_solver
 for box, count, clues in [((1, 2), 1, None), ((2, 2), 20, None), ((2, 3), 60, 20), ((3, 3), 3, None)]:
-    made = sudoku_generate.generate(box, count, seed=2**64 - 5, clues=clues)
+    made = sudoku.generate(box, count, seed=2**64 - 5, clues=clues)
     fewer = made.questions.copy()
     fewer[:, :3] = 0
     arrays = made.questions, made.answers, made.ratings, *sudoku_solver.solve_batch(fewer, box, limit=5)

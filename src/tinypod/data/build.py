@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from tinypod.data import puzzles, sudoku, sudoku_csv, sudoku_generate
+from tinypod.data import puzzles, sudoku, sudoku_csv
 from tinypod.data.views import SUDOKU_FIRST_DIGIT
 from tinypod.errors import DataError, UserError
 from tinypod.runs.terminal import counting, say
@@ -86,7 +86,7 @@ def _generate(
     """Both splits in one go: no two puzzles are symmetric copies of each other."""
     total = train_size + test_size
     with counting(console, "generating", total) as progress:
-        made = sudoku_generate.generate(box, total, seed, clues, progress=progress)
+        made = sudoku.generate(box, total, seed, clues, progress=progress)
 
     def part(rows: slice) -> sudoku.Puzzles:
         return sudoku.Puzzles(made.questions[rows], made.answers[rows], made.sources[rows], made.ratings[rows])

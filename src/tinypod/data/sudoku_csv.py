@@ -13,7 +13,18 @@ from pathlib import Path
 
 import numpy as np
 
-from tinypod.data.sudoku import CHUNK_ROWS, SYMBOLS, Box, Progress, Puzzles, allowed, encode, place, side_of, unit_cells
+from tinypod.data.sudoku_rules import (
+    CHUNK_ROWS,
+    SYMBOLS,
+    Box,
+    Progress,
+    Puzzles,
+    allowed,
+    encode,
+    place,
+    side_of,
+    unit_cells,
+)
 from tinypod.errors import DataError
 
 Description = Callable[[int], str]  # what is wrong with row i

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinypod.data.sudoku import unit_cells
+from tinypod.data.sudoku_rules import unit_cells
 
 try:
     from numba import njit
