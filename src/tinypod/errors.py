@@ -1,17 +1,9 @@
 """What ends a command early. Each kind of end has an exit code of its own, so that whoever started the command (a
 person, the supervisor, a pod's scheduler) knows whether starting it again can help.
-
-| code | meaning | starting again |
-|---|---|---|
-| 0 | done | |
-| 2 | something asked for cannot work: config, data, checkpoint of another model | cannot help |
-| 75 | storage failed: a full disk, an object store that refuses | helps once there is room |
-| 76 | a deadline passed: a process hangs, is gone, or never came | helps |
-| 77 | a function was compiled again after warm-up | cannot help |
-| 78 | replicas of the weights differ: silent corruption of memory | helps, on other hardware |
-| 79 | the loss stayed non-finite after every rollback | cannot help |
-| 130, 143 | stopped by SIGINT, SIGTERM or a notice of preemption, with everything saved | goes on |
 """
+
+from dataclasses import dataclass
+from typing import Literal
 
 
 class UserError(ValueError):
@@ -29,6 +21,10 @@ class ConfigError(UserError):
 
 class DataError(UserError):
     """A dataset, a row or a puzzle that cannot be used."""
+
+
+class DeviceError(UserError):
+    """A platform or a plugin that is not there."""
 
 
 class CheckpointError(UserError):
@@ -70,6 +66,33 @@ class NonFiniteError(UserError):
 
 
 class DeviceMemoryError(UserError):
-    """A device that ran out of memory, at compiling or in a step."""
+    """A device that ran out of memory, in compiling or in the step."""
 
     exit_code = 80
+
+
+@dataclass(frozen=True)
+class ExitCode:
+    """What a command's end means, and whether the supervisor starts it again (later: with patience)."""
+
+    meaning: str
+    restart: Literal["never", "always", "later"]
+
+
+EXIT_CODES: dict[int, ExitCode] = {  # docs/reliability.md has the same table
+    0: ExitCode("done", "never"),
+    1: ExitCode("an error that nobody expected, or a check that failed", "always"),
+    2: ExitCode("something asked for cannot work: config, data, device, checkpoint of another model", "never"),
+    75: ExitCode("storage failed: a full disk, an object store that refuses", "later"),
+    76: ExitCode("a deadline passed: a process hangs, is gone, or never came", "always"),
+    77: ExitCode("a function was compiled again after warm-up", "never"),
+    78: ExitCode("replicas of the weights differ: silent corruption of memory", "always"),
+    79: ExitCode("the loss stayed non-finite after every rollback", "never"),
+    80: ExitCode("a device ran out of memory, in compiling or in the step", "never"),
+    130: ExitCode("stopped by Ctrl-C (SIGINT), with everything saved unless it came twice", "never"),
+    143: ExitCode("stopped by SIGTERM or a notice of preemption, with everything saved", "always"),
+}
+FINAL = frozenset(code for code, end in EXIT_CODES.items() if end.restart == "never")
+LATER = frozenset(code for code, end in EXIT_CODES.items() if end.restart == "later")
+FINISHED = frozenset(code for code in EXIT_CODES if code == 0 or code > 128)  # took nothing away from other processes
+EXPLAINED = frozenset(code for code in EXIT_CODES if 1 < code < 128)  # the process has said what was wrong

@@ -9,6 +9,7 @@ Rules stand beside the model. A parameter without a rule, or a rule without a pa
 """
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
@@ -20,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from pydantic import Field, model_validator
 
 from tinypod.config import Config
-from tinypod.errors import ConfigError
+from tinypod.errors import ConfigError, DeviceError
 
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")  # the axes that the rows of a batch are split over
@@ -64,8 +65,21 @@ class MeshConfig(Config):
         return tuple(sizes)
 
 
+def all_devices() -> list[Any]:
+    """Of all processes; an error that says what to do where there are none."""
+    try:
+        return list(jax.devices())
+    except RuntimeError as error:
+        asked = os.environ.get("JAX_PLATFORMS") or "not set"
+        raise DeviceError(
+            f"no device of the platform that was asked for (JAX_PLATFORMS={asked}): "
+            f"{str(error).strip().splitlines()[0][:300]}. Install its plugin (pip install 'tinypod[cuda]' or "
+            "'tinypod[tpu]') on a machine that has such a device, or take what is here: JAX_PLATFORMS=cpu"
+        ) from None
+
+
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    found = list(jax.devices() if devices is None else devices)
+    found = list(all_devices() if devices is None else devices)
     ordered = sorted(found, key=lambda device: (device.process_index, device.id))
     return Mesh(np.asarray(ordered).reshape(config.shape(len(ordered))), AXES)
 

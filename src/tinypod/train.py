@@ -19,7 +19,8 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from tinypod.cluster.startup import Cluster, Stop, stop_on_signals
+from tinypod.cluster.agreement import Cluster
+from tinypod.cluster.stop import Stop, stop_on_signals
 from tinypod.errors import ConfigError, DeadlineError, DeviceMemoryError, NonFiniteError, RecompileError
 from tinypod.evaluate import Evaluator
 from tinypod.experiment import Experiment, ExperimentConfig, build
@@ -100,7 +101,7 @@ def train(
         guard = stack.enter_context(
             CompileGuard(lambda: health.current, on_recompile, lambda text: warn(console, text))
         )
-        stop = stack.enter_context(stop_on_signals(cluster))
+        stop = stack.enter_context(stop_on_signals(cluster, lambda text: say(console, text)))
         try:
             outcome = _train(Attempt(experiment, run, console, cluster, health, guard, stop), from_step, profile)
         except jax.errors.JaxRuntimeError as error:

@@ -24,7 +24,7 @@ from tinypod.check import checks
 from tinypod.check import runner as check
 from tinypod.check.probe import Failed, Found, Probe, Skipped, compile_step
 from tinypod.check.runner import CHECKS
-from tinypod.cluster.startup import Cluster
+from tinypod.cluster.agreement import Cluster
 from tinypod.errors import UserError
 from tinypod.experiment import build
 from tinypod.runs.checkpoints import Checkpoints

@@ -1,5 +1,7 @@
 """How a command becomes processes: what the child is told."""
 
+import json
+import time
 from io import StringIO
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from typer.testing import CliRunner
 from fixtures import CONFIGS
 from tinypod import cli, train
 from tinypod.cli import processes
-from tinypod.cluster import launch
+from tinypod.cluster import launch, supervise
 from tinypod.errors import UserError
 from tinypod.health.goodput import Ledger
 from tinypod.runs.folder import Run
@@ -26,7 +28,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return 0 if len(started) == 3 else 76
 
     monkeypatch.setattr(launch, "run_child", run_child)
-    monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(supervise.time, "sleep", lambda seconds: None)
     monkeypatch.setenv(train.SUPERVISED, "")  # what the supervisor sets goes again after the test
     return started
 
@@ -63,3 +65,23 @@ def test_from_step_is_asked_until_it_was_obeyed(children: list[list[str]], tmp_p
     )
     assert code == 0
     assert [("--from-step" in argv) for argv in children] == [True, True, False]
+
+
+def test_progress_is_what_was_reached_since_the_supervisor_began(tmp_path: Path) -> None:
+    """A heartbeat and rows of an earlier life, which was further, say nothing."""
+    began = time.time()
+
+    def write(step: int, at: float) -> None:
+        (tmp_path / "health").mkdir(exist_ok=True)
+        (tmp_path / "health" / "process_0.json").write_text(json.dumps({"process": 0, "step": step, "time": at}))
+        (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": step, "time": at}) + "\n")
+
+    write(200, began - 60)
+    assert processes._last_step(Run(tmp_path), after=began) is None
+    write(70, began + 1)
+    assert processes._last_step(Run(tmp_path), after=began) == 70
+
+
+def test_a_damaged_ledger_does_not_end_the_supervisor(tmp_path: Path) -> None:
+    (tmp_path / "goodput.json").write_text("{")
+    assert not processes._began_at(Run(tmp_path), 30, after=0.0)

@@ -32,7 +32,7 @@ def cluster(data: Path, run_dir: Path, processes: int, devices: int, *overrides:
 
 
 def finished(argv: list[str], code: int = 0) -> str:
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -61,7 +61,7 @@ def started(argv: list[str], run_dir: Path, processes: int, steps: int = 5) -> s
 
 
 def ended(process: subprocess.Popen) -> str:
-    return process.communicate(timeout=200)[0]
+    return process.communicate(timeout=600)[0]
 
 
 def assert_close(a: dict[str, np.ndarray], b: dict[str, np.ndarray], tolerance: float = 5e-4) -> None:
@@ -168,7 +168,7 @@ def test_a_sigterm_to_one_stops_all_at_one_step_and_loses_none(data: Path, tmp_p
 
 def test_a_process_that_is_frozen_is_named_by_the_others(data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    deadlines = ("health.step_timeout_s=6", "health.heartbeat_s=0.5")
+    deadlines = ("health.step_timeout_s=20", "health.heartbeat_s=1")
     process = started(cluster(data, run_dir, 3, 1, "batch_size=12", *ENDLESS, *deadlines), run_dir, 3)
     victim = pids(run_dir)[1]
     os.kill(victim, signal.SIGSTOP)
@@ -181,7 +181,7 @@ def test_a_process_that_is_frozen_is_named_by_the_others(data: Path, tmp_path: P
     assert re.search(
         rf"suspect: process 1 \(host .*, pid {victim}\) has been silent for .*; it was \w+ at step", output
     )
-    assert "health.step_timeout_s=6 has passed" in output
+    assert "health.step_timeout_s=20 has passed" in output
     assert "File " in (run_dir / "health" / "process_0.stack.txt").read_text()
 
 

@@ -1,9 +1,7 @@
-"""Start-up, agreement and stopping, with real processes; the roll call also in threads, where its odd guests come."""
+"""Start-up and agreement, with real processes; the roll call also in threads, where its odd guests come."""
 
 import os
-import random
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -16,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from fixtures import PROGRAMS
-from tinypod.cluster import startup as distributed
+from tinypod.cluster import startup
+from tinypod.cluster.agreement import Cluster
 from tinypod.cluster.launch import cluster_environment, free_port
-from tinypod.cluster.startup import Cluster, ClusterSettings, settings_from
+from tinypod.cluster.startup import ClusterSettings, settings_from
 from tinypod.errors import ConfigError, DeadlineError
 
 
-def wait_for(condition: Callable[[], object], timeout_s: float = 60) -> None:
+def wait_for(condition: Callable[[], object], timeout_s: float = 300) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "it never came to it"
@@ -31,7 +30,7 @@ def wait_for(condition: Callable[[], object], timeout_s: float = 60) -> None:
 
 @contextmanager
 def cluster(
-    action: str, folder: Path, count: int, indices: tuple[int, ...] = (0, 1, 2), timeout_s: float = 30
+    action: str, folder: Path, count: int, indices: tuple[int, ...] = (0, 1, 2), timeout_s: float = 300
 ) -> Iterator[list[subprocess.Popen]]:
     """Processes of a cluster, all of them or some, with nobody above them."""
     address = f"127.0.0.1:{free_port()}"
@@ -55,7 +54,7 @@ def cluster(
 
 
 def results(processes: list[subprocess.Popen]) -> list[tuple[int, str]]:
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
     return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
 
 
@@ -98,31 +97,15 @@ SLURM = {
 
 
 def test_slurm_is_detected_and_a_lone_process_is_not_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert distributed.detect(1) is None
+    assert startup.detect(1) is None
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")  # any pod has it; JAX alone would warn, or query
-    assert distributed.detect(1) is None
+    assert startup.detect(1) is None
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
-    assert distributed.detect(1) == ClusterSettings("node03:61447", 4, 2, (1,))
+    assert startup.detect(1) == ClusterSettings("node03:61447", 4, 2, (1,))
     monkeypatch.setenv("SLURM_NTASKS", "1")
-    assert distributed.detect(1) is None
-    assert distributed.start(None, 1, 1) == Cluster(0, 1)
-
-
-def test_alone_the_first_signal_stops_and_the_second_ends(tmp_path: Path) -> None:
-    """Started at once although the TPU's library is there: without a TPU nobody asks Google's metadata server."""
-    (tmp_path / "libtpu.py").write_text("def get_library_path(): return '/nowhere/libtpu.so'")
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path), "GCE_METADATA_IP": "192.0.2.1"}  # an address that is nobody's
-    with subprocess.Popen([sys.executable, str(PROGRAMS / "alone.py"), str(tmp_path)], env=environ) as process:
-        try:
-            wait_for(lambda: (tmp_path / "ready").exists(), timeout_s=20)
-            process.send_signal(signal.SIGINT)
-            wait_for(lambda: (tmp_path / "saving").exists() and (tmp_path / "saving").read_text())
-            assert (tmp_path / "saving").read_text() == "1 SIGINT"
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=10) == 143
-        finally:
-            process.kill()
+    assert startup.detect(1) is None
+    assert startup.start(None, 1, 1) == Cluster(0, 1)
 
 
 def test_alone_everything_is_agreed() -> None:
@@ -142,10 +125,13 @@ def test_three_start_compute_and_agree(tmp_path: Path) -> None:
 
 
 def test_those_that_came_name_the_missing(tmp_path: Path) -> None:
-    with cluster("total", tmp_path, 5, indices=(0, 1, 3), timeout_s=4) as processes:
+    (tmp_path / "together").touch()
+    with cluster("total", tmp_path, 5, indices=(0, 1, 3), timeout_s=5) as processes:
+        wait_for(lambda: len(list(tmp_path.glob("here_*"))) == 3)
+        (tmp_path / "go").touch()
         for code, output in results(processes):
-            assert code == 76
-            assert "3 of 5 processes came within 4 s; missing: process 2, process 4. Start all 5 with" in output
+            assert code == 76, output
+            assert "3 of 5 processes came within 5 s; missing: process 2, process 4. Start all 5 with" in output
 
 
 def test_a_barrier_names_who_did_not_come(tmp_path: Path) -> None:
@@ -153,38 +139,7 @@ def test_a_barrier_names_who_did_not_come(tmp_path: Path) -> None:
         *waiting, _ = results(processes)
         for code, output in waiting:
             assert code == 76, output
-            assert "2 of 3 processes came to `meeting` within 1.5 s; missing: process 2." in output
-
-
-@pytest.mark.parametrize(
-    ("number", "receivers"), [(signal.SIGTERM, [1]), (signal.SIGTERM, [0, 1, 2]), (signal.SIGINT, [2])]
-)
-def test_a_signal_to_any_stops_all_at_the_same_turn(tmp_path: Path, number: int, receivers: list[int]) -> None:
-    """At a random moment, although Orbax asks JAX's preemption service with numbers of its own."""
-    moment = random.randrange(3, 60)
-    with cluster("loop", tmp_path, 3) as processes:
-        turns = tmp_path / "turns_0"
-        wait_for(lambda: turns.exists() and int(turns.read_text() or 0) >= moment)
-        for index in receivers:
-            processes[index].send_signal(number)
-        ends = results(processes)
-    assert [code for code, _ in ends] == [143] * 3, ends
-    last = [re.findall(r"stopped by SIGTERM after turn (\d+)", output) for _, output in ends]
-    assert last[0], ends
-    assert last[0] == last[1] == last[2]
-    assert int(last[0][0]) >= moment
-
-
-def test_a_sigterm_that_comes_while_all_save_changes_nothing(tmp_path: Path) -> None:
-    """The hosts of a pod are told one after the other."""
-    (tmp_path / "linger").touch()
-    with cluster("loop", tmp_path, 2, indices=(0, 1)) as processes:
-        wait_for(lambda: (tmp_path / "turns_0").exists())
-        processes[0].send_signal(signal.SIGTERM)
-        wait_for(lambda: len(list(tmp_path.glob("saving_*"))) == 2)
-        processes[1].send_signal(signal.SIGTERM)
-        (tmp_path / "linger").unlink()
-        assert [process.wait(timeout=30) for process in processes] == [143, 143]
+            assert "2 of 3 processes came to `meeting` within 5 s; missing: process 2." in output
 
 
 # The roll call, with whatever else may find the port.
@@ -196,36 +151,36 @@ class RollCall:
     def __init__(self, timeout_s: float) -> None:
         address = f"127.0.0.1:{free_port()}"
         self.settings = [ClusterSettings(address, 3, index) for index in range(3)]
-        self.address = distributed.split_address(address)
+        self.address = startup.split_address(address)
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._call, args=(timeout_s,))
         self.thread.start()
 
     def _call(self, timeout_s: float) -> None:
         try:
-            distributed._call_the_roll(self.settings[0], timeout_s)
+            startup._call_the_roll(self.settings[0], timeout_s)
         except DeadlineError as error:
             self.error = error
 
     def connect(self) -> socket.socket:
-        end = time.monotonic() + 10
+        end = time.monotonic() + 100
         while True:
             try:
-                return socket.create_connection(self.address, timeout=10)
+                return socket.create_connection(self.address, timeout=100)
             except ConnectionRefusedError:
                 assert time.monotonic() < end
                 time.sleep(0.01)
 
 
 def test_strangers_do_not_disturb_the_roll_call() -> None:
-    roll = RollCall(20)
+    roll = RollCall(200)
     with roll.connect() as silent, roll.connect() as stranger, roll.connect() as web:
         stranger.sendall(b"\x00\xff\n")
         web.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert web.recv(100) == b""
-        other = threading.Thread(target=distributed._answer_the_roll, args=(roll.settings[2], 20))
+        other = threading.Thread(target=startup._answer_the_roll, args=(roll.settings[2], 200))
         other.start()
-        distributed._answer_the_roll(roll.settings[1], 20)
+        startup._answer_the_roll(roll.settings[1], 200)
         other.join()
         roll.thread.join()
         assert roll.error is None
@@ -233,41 +188,41 @@ def test_strangers_do_not_disturb_the_roll_call() -> None:
 
 
 def test_a_process_id_that_is_taken_and_a_count_that_differs() -> None:
-    roll = RollCall(20)
-    first = threading.Thread(target=distributed._answer_the_roll, args=(roll.settings[1], 20))
+    roll = RollCall(200)
+    first = threading.Thread(target=startup._answer_the_roll, args=(roll.settings[1], 200))
     with roll.connect() as same:
-        same.sendall(b'{"process": 1, "count": 3, "patience_s": 20}')
+        same.sendall(b'{"process": 1, "count": 3, "patience_s": 200}')
         # Its place is taken once the one behind it in the queue was refused.
         with pytest.raises(ConfigError, match="--process-id 1 is taken; every process needs its own, from 0 to 2"):
-            distributed._answer_the_roll(roll.settings[1], 20)
+            startup._answer_the_roll(roll.settings[1], 200)
         wrong = ClusterSettings(roll.settings[0].coordinator, 4, 2)
         with pytest.raises(ConfigError, match="process 0 was started with --num-processes 3, process 2 with 4"):
-            distributed._answer_the_roll(wrong, 20)
+            startup._answer_the_roll(wrong, 200)
     first.start()  # the place of one that left is free again
-    distributed._answer_the_roll(roll.settings[2], 20)
+    startup._answer_the_roll(roll.settings[2], 200)
     first.join()
     roll.thread.join()
     assert roll.error is None
 
 
 def test_the_least_patient_process_ends_the_wait_for_all() -> None:
-    roll = RollCall(60)
+    roll = RollCall(600)
     began = time.monotonic()
-    with pytest.raises(DeadlineError, match="2 of 3 processes came within 1 s; missing: process 2"):
-        distributed._answer_the_roll(roll.settings[1], 1)
+    with pytest.raises(DeadlineError, match="2 of 3 processes came within 3 s; missing: process 2"):
+        startup._answer_the_roll(roll.settings[1], 3)
     roll.thread.join()
     assert isinstance(roll.error, DeadlineError)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 300
 
 
 def test_process_0_is_missing() -> None:
     settings = ClusterSettings(f"127.0.0.1:{free_port()}", 3, 2)
     with pytest.raises(DeadlineError, match=r"process 2: process 0 did not answer at 127.0.0.1:\d+ within 0.5 s"):
-        distributed._answer_the_roll(settings, 0.5)
+        startup._answer_the_roll(settings, 0.5)
 
 
 def test_a_port_that_is_held() -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         settings = ClusterSettings(f"127.0.0.1:{holder.getsockname()[1]}", 2, 0)
         with pytest.raises(DeadlineError, match=r"process 0 cannot listen on port \d+.*: Address already in use"):
-            distributed._call_the_roll(settings, 0.3)
+            startup._call_the_roll(settings, 0.3)

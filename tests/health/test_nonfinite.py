@@ -11,7 +11,7 @@ from fixtures import tiny_config, write_4x4
 from poison import poisoned
 from test_train import assert_same_states, state_at
 from tinypod import experiment, tasks, train
-from tinypod.cluster.startup import Cluster
+from tinypod.cluster.agreement import Cluster
 from tinypod.errors import NonFiniteError, UserError
 from tinypod.experiment import NonFiniteConfig
 from tinypod.health import goodput

@@ -11,8 +11,7 @@ INDEX = int(os.environ.get("TINYPOD_PROCESS_ID", "0"))
 
 
 def wait(condition: Callable[[], bool] = lambda: False) -> None:
-    end = time.monotonic() + 60
-    while not condition() and time.monotonic() < end:
+    while not condition():  # `main` sees to an end
         time.sleep(0.01)
 
 
@@ -25,9 +24,11 @@ def show() -> int:
 
 
 def one_fails(code: int, folder: Path) -> int:
-    """Process 1 fails; process 2 has something to say about it; the others wait for ever, deaf to SIGTERM."""
+    """Process 1 fails once all are there; process 2 has something to say about it; the others are deaf to SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (folder / f"here_{INDEX}").touch()
     if INDEX == 1:
+        wait(lambda: len(list(folder.glob("here_*"))) == 4)
         (folder / "partial").write_text(str(os.getpid()))
         (folder / "partial").rename(folder / "pid_1")
         return code
@@ -56,6 +57,12 @@ def waits(folder: Path, on_signal) -> int:
     return 0
 
 
+def saves_long(folder: Path) -> None:
+    (folder / f"saving_{INDEX}").touch()
+    wait((folder / "release").exists)
+    saves_and_ends()
+
+
 def saves_and_ends(*_: object) -> None:
     print("saved")
     sys.exit(143)
@@ -71,19 +78,22 @@ def as_told(folder: Path) -> int:
         (folder / "step").write_text(step)
     if code == "wait":
         return waits(folder, saves_and_ends)
+    if code == "2":
+        print("error: gs://tpyo: no such bucket")
     if code == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     return int(code)
 
 
 def main() -> int:
-    signal.alarm(100)
+    signal.alarm(900)
     action, folder = sys.argv[1], Path(sys.argv[2]) if len(sys.argv) > 2 else Path()
     if action.startswith("one_fails="):
         return one_fails(int(action.split("=")[1]), folder)
     return {
         "show": show,
         "waits": lambda: waits(folder, saves_and_ends),
+        "saves_long": lambda: waits(folder, lambda *_: saves_long(folder)),
         "deaf": lambda: waits(folder, signal.SIG_IGN),
         "as_told": lambda: as_told(folder),
     }[action]()

@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
-from tinypod.cluster import startup as distributed
+from tinypod.cluster import startup
+from tinypod.cluster.agreement import Cluster, end_now
+from tinypod.cluster.stop import stop_on_signals
 from tinypod.errors import UserError
 
 
-def make_sum(cluster: distributed.Cluster):
+def make_sum(cluster: Cluster):
     """A collective over all devices of all processes, compiled once."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))
@@ -23,33 +25,33 @@ def make_sum(cluster: distributed.Cluster):
     return lambda: float(add(ones))
 
 
-def total(cluster: distributed.Cluster) -> None:
+def total(cluster: Cluster) -> None:
     """Start-up, a computation, agreement."""
     print(f"{cluster.index} of {cluster.count}: sum {make_sum(cluster)():g} on {jax.device_count()} devices")
     for turn in range(50):
-        print("agreed", cluster.agree("choice", f"{turn}/{cluster.index} with = and ✓", 30))
+        print("agreed", cluster.agree("choice", f"{turn}/{cluster.index} with = and ✓", 300))
     for _ in range(50):
-        cluster.barrier("turn", 30)
+        cluster.barrier("turn", 300)
 
 
-def late(cluster: distributed.Cluster, folder: Path) -> None:
+def late(cluster: Cluster, folder: Path) -> None:
     """The last process comes to the barrier only after the others gave up."""
+    cluster.barrier("start", 300)
     if cluster.index == cluster.count - 1:
         wait_for(lambda: len(list(folder.glob("gave_up_*"))) == cluster.count - 1)
-        cluster.barrier("meeting", 5)
     try:
-        cluster.barrier("meeting", 1.5)
+        cluster.barrier("meeting", 5)
     finally:
         (folder / f"gave_up_{cluster.index}").touch()
 
 
-def loop(cluster: distributed.Cluster, folder: Path) -> int:
+def loop(cluster: Cluster, folder: Path) -> int:
     """Turns with a collective each, until all are asked to stop; and with the question that Orbax asks when it saves.
 
     Its numbers are steps, and those of a run that goes on are far from what we count.
     """
     add = make_sum(cluster)
-    with distributed.stop_on_signals(cluster) as stop:
+    with stop_on_signals(cluster) as stop:
         turn = 0
         while not stop.requested():
             turn += 1
@@ -65,15 +67,15 @@ def loop(cluster: distributed.Cluster, folder: Path) -> int:
     return 128 + stop.by
 
 
-def ended(cluster: distributed.Cluster, folder: Path) -> int:
+def ended(cluster: Cluster, folder: Path) -> int:
     """A failure in one process, while the others wait for it."""
     if cluster.index == 1:
-        distributed.end_now(79)
+        end_now(79)
     wait_for(lambda: False)
     return 0
 
 
-def wait_for(condition, timeout_s: float = 60) -> None:
+def wait_for(condition, timeout_s: float = 600) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > end:
@@ -83,19 +85,22 @@ def wait_for(condition, timeout_s: float = 60) -> None:
 
 def main() -> int:
     action, folder, timeout_s = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
+    settings = startup.settings_from(None, None, None, os.environ)
+    if (folder / "together").exists():  # what follows takes no time, while imports do
+        (folder / f"here_{settings.process_id}").touch()
+        wait_for(lambda: (folder / "go").exists())
     try:
-        settings = distributed.settings_from(None, None, None, os.environ)
-        cluster = distributed.start(settings, timeout_s, heartbeat_timeout_s=10)
+        cluster = startup.start(settings, timeout_s, heartbeat_timeout_s=60)
         code = {"total": lambda: total(cluster), "late": lambda: late(cluster, folder)}.get(
             action, lambda: {"loop": loop, "ended": ended}[action](cluster, folder)
         )()
     except UserError as error:
         print(f"error: {error}", flush=True)
-        distributed.end_now(error.exit_code)
-    cluster.shutdown(20)
+        end_now(error.exit_code)
+    cluster.shutdown(300)
     return code or 0
 
 
 if __name__ == "__main__":
-    signal.alarm(100)  # whatever goes wrong, nothing stays behind
+    signal.alarm(900)  # whatever goes wrong, nothing stays behind
     sys.exit(main())

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tinypod.cluster.launch import launch, run_child, supervise
+from tinypod.cluster.launch import launch, run_child
+from tinypod.cluster.supervise import supervise
 
 
 def main() -> int:
-    signal.alarm(100)
+    signal.alarm(900)
     logs, processes, command = Path(sys.argv[1]), int(sys.argv[2]), [sys.executable, *sys.argv[3:]]
     console = Console()
     if processes:

@@ -606,7 +606,7 @@ CLUSTER = """if True:
     sys.path[:0] = tests.split(":")
     from functools import partial
     from test_checkpoints import *
-    from tinypod.cluster.startup import Cluster
+    from tinypod.cluster.agreement import Cluster
 
     meet = partial(Cluster(index, 2).barrier, timeout_s=500)  # not on the devices: there Gloo waits for 30 s
     P = PartitionSpec

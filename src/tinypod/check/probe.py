@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from rich.console import Console
 
 from tinypod import sharding
-from tinypod.cluster.startup import Cluster
+from tinypod.cluster.agreement import Cluster
 from tinypod.errors import UserError
 from tinypod.experiment import Experiment, ExperimentConfig, build
 from tinypod.step import TrainState

@@ -36,12 +36,13 @@ from tinypod.check.checks import (
     check_step,
 )
 from tinypod.check.probe import Found, Probe, Skipped
-from tinypod.cluster.startup import Cluster
+from tinypod.cluster.agreement import Cluster
 from tinypod.errors import DeadlineError, UserError
 from tinypod.experiment import ExperimentConfig, HealthConfig
 from tinypod.health.memory import is_out_of_memory
 from tinypod.health.watch import Health
 from tinypod.runs import storage
+from tinypod.sharding import all_devices
 
 Status = Literal["pass", "FAIL", "skipped"]
 SENT_BYTES = 8192  # a process's answer to the others
@@ -194,7 +195,7 @@ def _workspace(scratch: str | None, cluster: Cluster, health: HealthConfig) -> I
 def _print_head(console: Console, title: str, probe: Probe) -> None:
     where = ""
     if not isinstance(probe.config, UserError):  # else JAX need not be started
-        devices = jax.devices()
+        devices = all_devices()
         processes = f" in {probe.cluster.count} processes" if probe.cluster.count > 1 else ""
         where = f" on {len(devices)} × {devices[0].device_kind}{processes}"
     console.print(Text.assemble((title, "bold"), where))

@@ -47,14 +47,14 @@ def _fail(message: str, exit_code: int = UserError.exit_code) -> None:
 
 def _end(exit_code: int) -> None:
     if _in_cluster():
-        from tinypod.cluster import startup as distributed
+        from tinypod.cluster.agreement import end_now
 
-        distributed.end_now(exit_code)  # without waiting for processes that cannot come
+        end_now(exit_code)  # without waiting for processes that cannot come
     sys.exit(exit_code)
 
 
 def _in_cluster() -> bool:
-    module = sys.modules.get("tinypod.cluster.startup")
+    module = sys.modules.get("tinypod.cluster.agreement")
     return module is not None and module.is_started()
 
 

@@ -49,7 +49,7 @@ def check(
 
     from tinypod.check import runner as preflight
     from tinypod.cli import processes as own
-    from tinypod.cluster.startup import Cluster
+    from tinypod.cluster.agreement import Cluster
 
     try:
         loaded = load_config(config, overrides)

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tinypod.cluster import launch
-from tinypod.cluster import startup as distributed
-from tinypod.cluster.startup import Cluster
+from tinypod.cluster import launch, startup
+from tinypod.cluster.agreement import Cluster
+from tinypod.cluster.supervise import supervise as start_again
+from tinypod.experiment import HealthConfig
 from tinypod.health import goodput
-from tinypod.health import watch as health
-from tinypod.health.watch import HealthConfig
-from tinypod.runs.folder import Run
+from tinypod.health.heartbeat import read_heartbeats
+from tinypod.runs.folder import HEALTH, Run
 from tinypod.runs.metrics import MetricsLog
 from tinypod.runs.saver import SUPERVISED
 
@@ -27,10 +27,10 @@ def join_cluster(
     config: HealthConfig, coordinator: str | None, num_processes: int | None, process_id: int | None
 ) -> Cluster:
     """The cluster that flags, the environment or JAX's detection speak of; this process alone, where none does."""
-    settings = distributed.settings_from(coordinator, num_processes, process_id, os.environ)
+    settings = startup.settings_from(coordinator, num_processes, process_id, os.environ)
     # JAX's own heartbeat ends processes without a word; ours should speak first.
     longest_s = max(config.step_timeout_s, config.save_timeout_s, config.restore_timeout_s)
-    return distributed.start(settings, config.start_timeout_s, longest_s + 60)
+    return startup.start(settings, config.start_timeout_s, longest_s + 60)
 
 
 def train_apart(
@@ -58,18 +58,22 @@ def train_apart(
     if not supervise:
         return run_once()
     os.environ[SUPERVISED] = "1"
-    return launch.supervise(run_once, lambda: _last_step(run), console=console)
+    return start_again(run_once, lambda: _last_step(run, after=started), console=console)
 
 
 def _began_at(run: Run, step: int, after: float) -> bool:
-    attempts = goodput.read_attempts(run.folder) if (run.folder / goodput.FILE).exists() else []
+    try:
+        attempts = goodput.read_attempts(run.folder)
+    except (OSError, ValueError):  # not there yet, or damaged: the run itself sees to that
+        return False
     return any(attempt.started >= after and attempt.first_step == step for attempt in attempts)
 
 
-def _last_step(run: Run) -> int | None:
-    """How far a run has come, by its heartbeats and its metrics."""
-    steps = [beat.step for beat in health.read_heartbeats(run.folder / health.FOLDER)]
-    return max([*steps, *(int(row["step"]) for row in MetricsLog(run.folder).read()[-1:])], default=None)
+def _last_step(run: Run, after: float) -> int | None:
+    """How far a run has come since then, by its heartbeats and its metrics; it may have been further before."""
+    steps = [beat.step for beat in read_heartbeats(run.folder / HEALTH) if beat.time >= after]
+    rows = MetricsLog(run.folder).read()[-1:]
+    return max([*steps, *(int(row["step"]) for row in rows if row["time"] >= after)], default=None)
 
 
 def check_apart(

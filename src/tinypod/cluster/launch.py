@@ -1,4 +1,4 @@
-"""The parent's side: a local cluster of real processes, and a supervisor that starts a run again.
+"""The parent's side of a local cluster: start real processes, show what they print, and end them together.
 
 Nothing here imports JAX: the parent only starts, reads, signals and waits. Children get sessions of their own, so that
 Ctrl-C in a terminal reaches the parent alone, which passes it on as SIGTERM, once. They end together: what is left of a
@@ -13,9 +13,8 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -25,24 +24,12 @@ from typing import BinaryIO
 from rich.console import Console
 from rich.text import Text
 
-from tinypod.errors import StorageError
+from tinypod.cluster.children import with_parent
+from tinypod.errors import EXPLAINED, FINISHED
+from tinypod.runs.terminal import say
 
-FINISHED = (0, 130, 143)  # a process that ends so took nothing away from the others
-FINAL = (0, 2, 77, 79, 130)  # starting again cannot help, or is not wanted; see `errors`
-OURS = (2, 75, 76, 77, 78, 79)
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 NOISE = re.compile(rb"\[Gloo\] Rank \d+ is connected to ")  # a line for every device, from C++; the log files keep it
-
-# Linux kills a child with its parent if asked to by the child; what it runs then inherits that. The request is made in
-# an interpreter of its own (15 ms), because code between fork and exec is not safe in a parent with threads. Elsewhere
-# orphans end when they next print, and with their process 0.
-WITH_PARENT = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-if os.getppid() != int(sys.argv[1]):
-    os._exit(137)
-os.execvp(sys.argv[2], sys.argv[2:])
-"""
 
 
 @dataclass(eq=False)
@@ -96,15 +83,20 @@ class Interrupts:
     came: list[signal.Signals] = field(default_factory=list)
     raises: bool = False
 
+    @property
+    def impatient(self) -> bool:
+        """A second Ctrl-C: do not wait for the save. No number of SIGTERMs says so."""
+        return self.came.count(signal.SIGINT) > 1
+
     def note(self, number: int, _: object) -> None:
         self.came.append(signal.Signals(number))
         if self.raises:
             self.raises = False
-            raise _Interrupted
+            raise Interrupted
 
 
-class _Interrupted(Exception):
-    pass
+class Interrupted(Exception):
+    """What ends a sleep."""
 
 
 _listening: Interrupts | None = None
@@ -124,7 +116,8 @@ def interrupts() -> Iterator[Interrupts]:
     finally:
         _listening = None
         for number, handler in previous.items():
-            signal.signal(number, handler)
+            if number == signal.SIGINT or not noted.came:  # one that was told is still to end, with its own exit code
+                signal.signal(number, handler)
 
 
 def launch(
@@ -194,7 +187,6 @@ def _run_together(
 ) -> int:
     log_folder.mkdir(parents=True, exist_ok=True)
     with interrupts() as signals, ExitStack() as stack:
-        before = len(signals.came)
         children = []
         for index, environment in enumerate(environments):
             log = stack.enter_context(open(log_folder / f"process_{index}.log", "ab", buffering=0))
@@ -202,19 +194,18 @@ def _run_together(
             children.append(Child(index, process, log, f"[{index}] " if prefixed else ""))
             stack.callback(children[-1].kill)
             _write_log(children[-1], f"--- {datetime.now():%Y-%m-%d %H:%M:%S}, pid {process.pid}\n".encode())
-        failures = _watch(children, lambda: signals.came[before:], output, grace_s)
-        stopped_by = signals.came[before:]
+        failures = _watch(children, signals, output, grace_s)
+    if signals.impatient:
+        return 128 + signal.SIGINT
     if failures:
         _report(failures, children, output)
         return _most_telling(failures).exit_code
-    return 128 + stopped_by[0] if stopped_by else max(child.exit_code for child in children)
+    return 128 + signals.came[0] if signals.came else max(child.exit_code for child in children)
 
 
 def _start(argv: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    if sys.platform == "linux":
-        argv = [sys.executable, "-S", "-c", WITH_PARENT, str(os.getpid()), *argv]
     return subprocess.Popen(
-        argv,
+        with_parent(argv),
         env={**environment, "PYTHONUNBUFFERED": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -223,12 +214,10 @@ def _start(argv: list[str], environment: dict[str, str]) -> subprocess.Popen[byt
     )
 
 
-def _watch(
-    children: list[Child], came: Callable[[], list[signal.Signals]], output: Console, grace_s: float
-) -> list[Child]:
+def _watch(children: list[Child], signals: Interrupts, output: Console, grace_s: float) -> list[Child]:
     """Show and log what they print until all have ended; returns those that failed, in that order."""
     failures: list[Child] = []
-    deadline, passed_on = math.inf, 0
+    deadline, stopping, warned, killed = math.inf, False, False, False
     with selectors.DefaultSelector() as selector:
         for child in children:
             os.set_blocking(child.pipe, False)
@@ -237,10 +226,17 @@ def _watch(
             for key, _ in selector.select(0.1):
                 if not _copy(key.data, output):
                     selector.unregister(key.fileobj)
-            if len(came()) > passed_on:
-                passed_on = len(came())
-                _pass_on(children, passed_on, output)
-            _add_failures(failures, children, bool(passed_on))
+            if signals.came and not stopping:
+                stopping = True
+                _pass_on(children, output)
+            if signal.SIGINT in signals.came and not warned:
+                warned = True
+                output.print("Ctrl-C once more ends it at once, without one", highlight=False)
+            if signals.impatient and not killed:
+                killed = True
+                output.print("ending at once, without saving", highlight=False)
+                _kill_all(children)
+            _add_failures(failures, children, stopping)
             if failures:
                 deadline = min(deadline, time.monotonic() + grace_s)
             if time.monotonic() > deadline:
@@ -251,7 +247,7 @@ def _watch(
         if child.rest:
             _show(child, child.rest, output)
             _write_log(child, b"\n")
-    _add_failures(failures, children, bool(passed_on))
+    _add_failures(failures, children, stopping)
     return failures
 
 
@@ -259,12 +255,9 @@ def _add_failures(failures: list[Child], children: list[Child], stopping: bool) 
     failures += [child for child in children if child not in failures and child.has_failed(stopping)]
 
 
-def _pass_on(children: list[Child], times: int, output: Console) -> None:
-    if times > 1:
-        output.print("ending at once, without saving", highlight=False)
-        _kill_all(children)
-        return
-    output.print("stopping: waiting for a last checkpoint; once more (Ctrl-C) ends it without", highlight=False)
+def _pass_on(children: list[Child], output: Console) -> None:
+    """Once: a child that saves needs no second reminder."""
+    output.print("stopping: waiting for a last checkpoint", highlight=False)
     for child in children:
         if child.alive:
             child.process.terminate()
@@ -303,76 +296,17 @@ def _most_telling(failures: list[Child]) -> Child:
     """The first, unless it only suffered from another's end: aborted by JAX, or with an error nobody expected."""
     if failures[0].exit_code not in (1, 128 + signal.SIGABRT):
         return failures[0]
-    return next((child for child in failures if child.exit_code in OURS), failures[0])
+    return next((child for child in failures if child.exit_code in EXPLAINED), failures[0])
 
 
 def _report(failures: list[Child], children: list[Child], output: Console) -> None:
     first = failures[0]
     if not first.prefix:
         if first.exit_code > 128:  # else it has said itself what was wrong
-            output.print(f"[bold red]the process {first.end}[/]", highlight=False)
+            say(output, f"the process {first.end}", "bold red")
         return
     after = [f"process {child.index} {child.end}" for child in failures[1:]]
     ended = sum(child.ended_by_us for child in children)
     after += [f"ended the other {ended}"] if ended else []
     told = f"process {first.index} {first.end}" + "".join(f"; {part}" for part in after)
-    output.print(f"[bold red]{told}[/]; each one's output is in {Path(first.log.name).parent}", soft_wrap=True)
-
-
-def supervise(
-    run_once: Callable[[], int],
-    progress: Callable[[], int | None],
-    *,
-    console: Console,
-    first_wait_s: float = 1.0,
-    max_wait_s: float = 60.0,
-    give_up_after: int = 3,
-    storage_patience_s: float = 3600.0,
-    sleep: Callable[[float], None] = time.sleep,
-) -> int:
-    """Start again what ended early, as long as that can help and it gets further; returns the last exit code.
-
-    `run_once` is a call of `launch` or `run_child`; `progress` says which step the run has reached. A signal to this
-    process ends it: at once while it waits, else with the run that it is passed on to. A disk that is full or a store
-    that is away is not the run's fault, and is waited for longer.
-    """
-    furthest, failures, wait_s, waited_s = progress(), 0, first_wait_s, 0.0
-    with interrupts() as signals:
-        while True:
-            code = run_once()
-            if code in FINAL or signals.came:
-                return code
-            step = progress()
-            if step is not None and (furthest is None or step > furthest):
-                furthest, failures, wait_s, waited_s = step, 0, first_wait_s, 0.0
-            failures += code != StorageError.exit_code or waited_s >= storage_patience_s
-            where = "before its first step" if step is None else f"at step {step}"
-            if failures >= give_up_after:
-                console.print(
-                    f"[bold red]gave up:[/] the run ended {failures} times {where}, at last with exit code {code}. "
-                    "What it printed each time is in its log files; docs/reliability.md explains the exit codes",
-                    highlight=False,
-                    soft_wrap=True,
-                )
-                return code
-            console.print(
-                f"[yellow]the run ended with exit code {code} {where}; starting again in {wait_s:g} s[/] "
-                f"({failures} of {give_up_after} failures at this step)",
-                highlight=False,
-                soft_wrap=True,
-            )
-            if _interrupted(signals, sleep, wait_s):
-                return 128 + signals.came[0]
-            wait_s, waited_s = min(2 * wait_s, max_wait_s), waited_s + wait_s
-
-
-def _interrupted(signals: Interrupts, sleep: Callable[[float], None], seconds: float) -> bool:
-    """Sleep; a signal ends that at once, which in Python only an exception can do."""
-    try:
-        signals.raises = True
-        if not signals.came:
-            sleep(seconds)
-        signals.raises = False
-    except _Interrupted:
-        pass
-    return bool(signals.came)
+    say(output, f"{told}; each one's output is in {Path(first.log.name).parent}", "bold red")

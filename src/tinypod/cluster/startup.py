@@ -1,34 +1,26 @@
-"""What makes several processes one run: start-up, agreement, and stopping at the same step.
+"""How a process joins its run: settings, detection, and a roll call before JAX connects.
 
-JAX's coordination service does the work; three things around it are ours, each for a reason that was observed:
-
-- A roll call before JAX connects. JAX ends a process whose peers do not come with a C++ abort that names nobody.
-  Process 0 listens on the coordinator's own port, which JAX takes over afterwards, and tells everybody who is missing.
-- `end_now` after a failure. A process of a cluster that simply exits waits at JAX's shutdown barrier for peers that
-  cannot come, then aborts all of them; its exit code and their last words are lost.
-- The preemption service is ours alone. It knows one number, that of the last call, and Orbax calls it with steps while
-  the loop calls it with counts: a notice in such a moment would set a stopping point that nobody ever reaches.
+JAX ends a process whose peers do not come with a C++ abort that names nobody. So process 0 listens on the coordinator's
+own port, which JAX takes over afterwards, and tells everybody who is missing.
 """
 
-import itertools
 import json
 import math
 import os
 import selectors
-import signal
 import socket
-import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any
 
 import jax
-from jax._src import clusters as jax_clusters  # private: the parts of JAX without a public door are all imported here
-from jax._src import distributed as jax_distributed
+from jax._src import clusters as jax_clusters  # private: detection without connecting has no public door
 from jax._src.cloud_tpu_init import running_in_cloud_tpu_vm
 
+from tinypod.cluster import stop
+from tinypod.cluster.agreement import Cluster, listed
 from tinypod.errors import ConfigError, DeadlineError
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "TINYPOD_COORDINATOR", "TINYPOD_NUM_PROCESSES", "TINYPOD_PROCESS_ID"
@@ -91,82 +83,6 @@ def _number(flag: int | None, name: str, environ: Mapping[str, str]) -> int | No
         raise ConfigError(f"{name}={text}: expected a whole number") from None
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """The processes of this run, seen from one of them. One process alone is a cluster, too."""
-
-    index: int = 0
-    count: int = 1
-    _calls: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def is_primary(self) -> bool:
-        """The process that prints and writes what is written once."""
-        return self.index == 0
-
-    def agree(self, name: str, value: str, timeout_s: float) -> str:
-        """Process 0's value, on all; waits for all. Every process must call it equally often with a name."""
-        if self.count == 1:
-            return value
-        key = self._key("agree", name)
-        if self.is_primary:
-            _client().key_value_set(key, value)
-        else:
-            try:
-                value = _client().blocking_key_value_get(key, _milliseconds(timeout_s))
-            except jax.errors.JaxRuntimeError as error:
-                raise self._late(name, timeout_s, {0}, error) from None
-        self.barrier(name, timeout_s)  # all have read it
-        if self.is_primary:
-            _client().key_value_delete(key)
-        return value
-
-    def barrier(self, name: str, timeout_s: float) -> None:
-        """Until all processes are here. Names may be used again."""
-        if self.count == 1:
-            return
-        arrived = self._key("barrier", name)  # JAX names only some of those that are missing, in prose
-        _client().key_value_set(f"{arrived}/{self.index}", "here")
-        try:
-            _client().wait_at_barrier(arrived, _milliseconds(timeout_s))
-        except jax.errors.JaxRuntimeError as error:
-            present = {int(key.rsplit("/", 1)[1]) for key, _ in _client().key_value_dir_get(arrived)}
-            raise self._late(name, timeout_s, set(range(self.count)) - present, error) from None
-        if self.is_primary:
-            _client().key_value_delete(arrived)
-
-    def shutdown(self, timeout_s: float) -> None:
-        """The end of a run that went well, or stopped well: waits for the others. Else: `end_now`."""
-        if self.count > 1:
-            self.barrier("shutdown", timeout_s)  # JAX's own barrier would abort; this one says who is missing
-            jax.distributed.shutdown()
-
-    def _key(self, use: str, name: str) -> str:
-        """A key for this call: a name that is used again must not meet what is left of the call before."""
-        call = self._calls[use + name] = self._calls.get(use + name, 0) + 1
-        return f"tinypod/{use}/{name}/{call}"
-
-    def _late(self, name: str, timeout_s: float, missing: Collection[int], error: Exception) -> DeadlineError:
-        if not missing:
-            return DeadlineError(
-                f"process {self.index} came to `{name}` too late: the others had waited for {timeout_s:g} s and gave up"
-            )
-        if "DEADLINE_EXCEEDED" not in str(error):
-            return DeadlineError(
-                f"process {self.index} at `{name}`: the processes no longer reach each other "
-                f"({str(error).splitlines()[0]}); not there yet: {listed(missing)}. Look at their logs"
-            )
-        return DeadlineError(
-            f"{self.count - len(missing)} of {self.count} processes came to `{name}` within {timeout_s:g} s; "
-            f"missing: {listed(missing)}. Look at its log for what it is doing, then start all of them again"
-        )
-
-
-def listed(processes: Collection[int]) -> str:
-    """`process 2, process 5`."""
-    return ", ".join(f"process {index}" for index in sorted(processes))
-
-
 def start(settings: ClusterSettings | None, timeout_s: float, heartbeat_timeout_s: float) -> Cluster:
     """Join the cluster; before JAX touches a device. Without settings: the one JAX detects, or one process alone.
 
@@ -190,7 +106,7 @@ def start(settings: ClusterSettings | None, timeout_s: float, heartbeat_timeout_
         heartbeat_timeout_seconds=math.ceil(heartbeat_timeout_s),
         shutdown_timeout_seconds=math.ceil(timeout_s),
     )
-    _Preemption.take_over()
+    stop.Preemption.take_over()
     return Cluster(settings.process_id, settings.num_processes)
 
 
@@ -218,15 +134,6 @@ def detect(timeout_s: float) -> ClusterSettings | None:
                 f"{COORDINATOR}, {NUM_PROCESSES} and {PROCESS_ID}; {NUM_PROCESSES}=1 alone starts a single process"
             ) from error
     return None
-
-
-def end_now(exit_code: int) -> NoReturn:
-    """End a process of a cluster after a failure, without JAX's shutdown barrier (see above)."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if jax_distributed.global_state.service is not None:
-        time.sleep(1)  # without process 0 JAX aborts the others at once: let them say what they saw
-    os._exit(exit_code)
 
 
 # The roll call: each process sends one line of JSON, and gets one back.
@@ -346,98 +253,3 @@ def _receive(connection: socket.socket) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return message if isinstance(message, dict) else None
-
-
-# Stopping.
-
-
-class _Preemption:
-    """Stands in JAX's place for its preemption service, so that only `Stop` moves its counter."""
-
-    service: Any = None
-    calls = itertools.count(1)  # one for the process: the service must never see the same number twice
-
-    @classmethod
-    def take_over(cls) -> None:
-        cls.service = jax_distributed.global_state.preemption_sync_manager
-        assert cls.service is not None, "jax_enable_preemption_service is off"
-        jax_distributed.global_state.preemption_sync_manager = cls()
-
-    @classmethod
-    def reached(cls) -> bool:
-        return bool(cls.service.reached_sync_point(next(cls.calls)))
-
-    def reached_sync_point(self, step: int) -> bool:
-        """What Orbax asks whenever it saves."""
-        return False
-
-    def shutdown(self) -> None:
-        self.service.shutdown()
-
-
-@dataclass
-class Stop:
-    """Whether the run was asked to end: by a signal, or by a notice of preemption to any of its processes."""
-
-    cluster: Cluster = field(default_factory=Cluster)
-    by: signal.Signals | None = None
-
-    def requested(self) -> bool:
-        """True on all processes at the same call, and from then on. All of them must call it equally often."""
-        if self.by is None and self.cluster.count > 1 and _Preemption.reached():
-            # What is left is to save. The hosts of a pod are not told at the same moment: another one's first SIGTERM
-            # must neither end a process that saves nor wake JAX's notifier, which a shutdown then crashes.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            self.by = signal.SIGTERM
-        return self.by is not None
-
-    def note(self, number: int, _: object) -> None:
-        """The handler of a signal, in a process of its own."""
-        if self.by is not None:
-            self._end(number, _)
-        self.by = signal.Signals(number)
-
-    def tell_all(self, number: int, _: object) -> None:
-        """The handler of SIGINT in a cluster: the others hear of it as of a SIGTERM."""
-        if self.by is not None:
-            self._end(number, _)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def _end(self, number: int, _: object) -> NoReturn:
-        os._exit(128 + number)  # an exception raised inside the compiler would crash it
-
-
-@contextmanager
-def stop_on_signals(cluster: Cluster) -> Iterator[Stop]:
-    """SIGINT and SIGTERM end the run after the step at hand, with a checkpoint; a second one ends it at once,
-    where there is one process.
-
-    In a cluster SIGTERM belongs to JAX: since `start`, a handler of its own in C++ notes it, tells all processes
-    within a second, and lets them agree on the call of `requested` at which all stop. A handler of Python's here would
-    silence that. Until they have stopped, a second SIGTERM changes nothing there: what does not stop is ended by the
-    deadlines, by the launcher, or by SIGKILL. Cloud TPU announces maintenance and preemption by SIGTERM, too (for TPU
-    VMs made with autocheckpoint on): SIGTERM is tested with real processes, the notice of a real TPU is not.
-    """
-    stop = Stop(cluster)
-    handlers = {signal.SIGINT: stop.note, signal.SIGTERM: stop.note}
-    if cluster.count > 1:
-        handlers = {signal.SIGINT: stop.tell_all}
-    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _client() -> Any:
-    return jax_distributed.global_state.client
-
-
-def _milliseconds(seconds: float) -> int:
-    return math.ceil(1000 * seconds)
-
-
-def is_started() -> bool:
-    """Whether this process has joined a cluster of several."""
-    return _client() is not None

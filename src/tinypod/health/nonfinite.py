@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinypod.cluster.startup import Cluster
+from tinypod.cluster.agreement import Cluster
 from tinypod.errors import UserError
 from tinypod.experiment import NonFiniteConfig
 from tinypod.runs.storage import replace_file

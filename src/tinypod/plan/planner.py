@@ -32,6 +32,7 @@ from tinypod.plan import slices
 from tinypod.plan.analysis import Analysis, Facts, Work
 from tinypod.plan.prices import Prices
 from tinypod.runs import storage
+from tinypod.runs.terminal import say
 from tinypod.sharding import AXES
 from tinypod.tasks.task import Task
 
@@ -144,12 +145,12 @@ class Planner:
                 config, target, tick=lambda seconds: status.update(f"{what}: {seconds:.0f} s")
             )
         fits = "" if analysis.work is not None else ", does not fit"
-        self.console.print(f"{what}: {analysis.compile_s:.0f} s{fits}", highlight=False)
+        say(self.console, f"{what}: {analysis.compile_s:.0f} s{fits}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             storage.replace_file(path, analysis.model_dump_json().encode())
         except OSError as error:  # the answer is there all the same
-            self.console.print(f"not kept for the next time: {path}: {error.strerror}", style="yellow", highlight=False)
+            say(self.console, f"not kept for the next time: {path}: {error.strerror}", "yellow")
         return analysis, False
 
 

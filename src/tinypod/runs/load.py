@@ -3,8 +3,6 @@ and its dtype play no role, and any mesh will do."""
 
 from typing import Any, NamedTuple
 
-import jax
-
 from tinypod import config as configs
 from tinypod import sharding
 from tinypod.errors import CheckpointError, ConfigError, UserError
@@ -66,7 +64,7 @@ def _read(checkpoints: Checkpoints, experiment: Experiment, step: int, weights: 
 def _on_these_devices(config: ExperimentConfig) -> ExperimentConfig:
     """A run trained on a pod can be looked at on a laptop: a mesh that does not fit gives way to a plain one."""
     try:
-        config.mesh.shape(jax.device_count())
+        config.mesh.shape(len(sharding.all_devices()))
         return config
     except ConfigError:
         return config.model_copy(update={"mesh": sharding.MeshConfig()})

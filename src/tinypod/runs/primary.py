@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from tinypod.cluster.startup import Cluster
+from tinypod.cluster.agreement import Cluster
 from tinypod.errors import StorageError
 
 

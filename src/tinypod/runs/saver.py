@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from tinypod.cluster.startup import Cluster
+from tinypod.cluster.agreement import Cluster
 from tinypod.errors import ConfigError, DamagedError, StorageError
 from tinypod.experiment import Experiment
 from tinypod.runs.checkpoints import Checkpoints

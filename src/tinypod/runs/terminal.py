@@ -89,7 +89,7 @@ def counting(console: Console, what: str, total: int | None) -> Iterator[Callabl
         yield lambda done: None
         return
     with Progress(
-        TextColumn(what),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
