@@ -76,7 +76,7 @@ def test_every_mistake_is_told_at_once() -> None:
 def test_a_missing_key_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(f"defaults: [{CONFIGS / 'base.yaml'}]\nsteps: 3\n")
-    with pytest.raises(ConfigError, match=r"data: missing; give it a value in the file or as data=\.\.\."):
+    with pytest.raises(ConfigError, match=r"data\.path: missing; give it a value in the file or as data\.path=\.\.\."):
         configs.load(path, [], ExperimentConfig)
     with pytest.raises(ConfigError, match=r"data\.path: missing"):
         configs.load(path, ["data.train_split=train"], ExperimentConfig)

@@ -103,8 +103,7 @@ def test_fsdp_and_tensor_split_weights_moments_and_averages(data: Path) -> None:
 def test_fsdp_makes_one_layer_whole_at_a_time(data: Path) -> None:
     """The weights of all layers are never gathered at once, and gradients are split as soon as they are there."""
     built = experiment.build(tiny_config(data, "mesh={data: 1, fsdp: 8}", "model.num_layers=5", "model.H_cycles=1"))
-    source = built.put_source(built.read_split("train"))
-    text = built.train_step.lower(built.abstract_state, source).compile().as_text()
+    text = built.train_step.lower(*built.abstract_inputs).compile().as_text()
     gathers = [line for line in text.splitlines() if " all-gather(" in line or " all-gather-start(" in line]
     whole_layers = [line for line in gathers if "f32[5,16,2,48]" in line or "f32[5,48,16]" in line]
     assert gathers
@@ -113,8 +112,7 @@ def test_fsdp_makes_one_layer_whole_at_a_time(data: Path) -> None:
 
 def test_a_data_mesh_moves_no_weights(data: Path) -> None:
     built = experiment.build(tiny_config(data, MIXING["attention"]))
-    source = built.put_source(built.read_split("train"))
-    text = built.train_step.lower(built.abstract_state, source).compile().as_text()
+    text = built.train_step.lower(*built.abstract_inputs).compile().as_text()
     assert " all-reduce(" in text
     gathered = [line.split("=")[1].split()[0] for line in text.splitlines() if " all-gather(" in line]
     # Only ids and gradients of the rows of the puzzle table are put together.
@@ -125,6 +123,6 @@ def test_evaluation_is_the_same_on_any_mesh(data: Path) -> None:
     scores = []
     for mesh in ("{data: 8}", "{data: 2, fsdp: 2, tensor: 2}"):
         built = experiment.build(tiny_config(data, f"mesh={mesh}"))
-        scores.append(Evaluator(built, built.read_split("test"), 8)(built.init().params))
+        scores.append(Evaluator(built.task.open_evaluation(None), built.mesh, 8)(built.init().params))
     assert scores[0] == pytest.approx(scores[1])
-    assert scores[0]["puzzles"] == 21
+    assert scores[0]["count"] == 21

@@ -150,11 +150,10 @@ def _walk(loc: Sequence[Any], tree: Any, schema: Any) -> tuple[list[str], list[s
     path: list[str] = []
     fields: list[str] = list(schema.model_fields)
     node, classes = tree, [schema]
-    for i, part in enumerate(loc):
-        last = i == len(loc) - 1
+    for part in loc:
         if path and not isinstance(node, dict):  # a union of plain types names the one that it tried
             break
-        if isinstance(node, dict) and part not in node and not last and node.get("kind") == part:
+        if isinstance(node, dict) and part not in node and node.get("kind") == part:
             classes = [c for c in classes if part in get_args(c.model_fields["kind"].annotation)]
             continue
         fields = sorted({name for c in classes for name in c.model_fields})

@@ -119,7 +119,7 @@ def test_a_run_goes_on_elsewhere_with_the_same_batches(data: Path, two_by_four: 
     """From step 3 of 2 × 4 devices on 1 × 2, split over fsdp: the same examples, the same weights up to noise."""
     shutil.copytree(two_by_four, tmp_path / "run")
     argv = cluster(data, tmp_path / "run", 1, 2, *STEPS, "mesh={data: 1, fsdp: 2}", more=("--from-step", "3"))
-    assert "going on from the checkpoint of step 3" in finished(argv)
+    assert "resuming from the checkpoint of step 3" in finished(argv)
     a, b = (state_at(data, folder, 6) for folder in (two_by_four, tmp_path / "run"))
     assert_close(a, b)
     assert np.array_equal(a["carry.example.inputs"], b["carry.example.inputs"])
