@@ -148,19 +148,12 @@ def _train(attempt: Attempt, from_step: int | None, profile: tuple[int, int] | N
         with health.phase("compiling"):
             train_step, check_replicas = _compile(attempt, state, feed(rollbacks.number(step)), evaluator, saver)
         settings = experiment.put_settings()
-        headline = task.headline[0]
-        progress = stack.enter_context(
-            TrainingProgress(console, step, config.steps, headline.name, headline.label, headline.show)
-        )
+        progress = stack.enter_context(TrainingProgress(console, step, config.steps, task.headline[0]))
         profiler = stack.enter_context(Profiler(run.folder, cluster.index, profile))
         stack.enter_context(health.phase("stepping"))
         guard.warm()
         pending: list[dict[str, jax.Array]] = []
         watch = Stopwatch()
-
-        def flush() -> None:
-            log.flush()
-            run.push() if cluster.is_primary else None
 
         if step == config.steps:  # a stop came during the last evaluation
             _evaluate(attempt, evaluator, state, outcome, log, progress)
@@ -190,18 +183,18 @@ def _train(attempt: Attempt, from_step: int | None, profile: tuple[int, int] | N
                     continue
             if _is_multiple(step, config.health.replica_check_every_steps):
                 check_replicas(state.params)
-            _check_compiles(attempt, saver, state, step, rollbacks.in_a_row, flush)
+            _check_compiles(attempt, saver, log, state, step, rollbacks.in_a_row)
             with watch.pause():
                 improved = evaluating and _evaluate(attempt, evaluator, state, outcome, log, progress)
                 # Among steps that were not finite nothing is saved: a rollback needs what came before them.
                 if (saving or improved) and not rollbacks.in_a_row:
                     with health.phase("saving"):
-                        saver.save(state, step, 0, flush)
+                        saver.save(state, step, 0, log.flush)
 
         outcome.stopped_by = stop.by
         with health.phase("saving"):
             _log(attempt, step, pending, watch, rollbacks, log, progress)
-            saver.finish(state, step, rollbacks.in_a_row, flush, health.beat)
+            saver.finish(state, step, rollbacks.in_a_row, log.flush, health.beat)
         guard.check()
     return outcome
 
@@ -224,7 +217,7 @@ def _restore(attempt: Attempt, from_step: int | None) -> tuple[Saver, RunLog, Re
     known = read_scores(run.folder, metric) if cluster.is_primary else {}
     scores = decode_scores(cluster.agree("scores", encode_scores(known), timeout_s))
     saver = Saver(run, experiment, cluster, console, scores)
-    log = RunLog(run.folder, experiment, scores, primary=cluster.is_primary)
+    log = RunLog(run, experiment, scores, primary=cluster.is_primary)
     step = saver.latest(from_step)
     if step is None:
         saver.restored(0)
@@ -378,13 +371,13 @@ def _evaluate(
     return improved
 
 
-def _check_compiles(attempt: Attempt, saver: Saver, state: TrainState, step: int, bad_steps: int, flush: Any) -> None:
+def _check_compiles(attempt: Attempt, saver: Saver, log: RunLog, state: TrainState, step: int, bad_steps: int) -> None:
     try:
         attempt.guard.check()
     except RecompileError:
         if attempt.cluster.count == 1:  # what was trained is sound
             with attempt.health.phase("saving"):
-                saver.finish(state, step, bad_steps, flush, attempt.health.beat)
+                saver.finish(state, step, bad_steps, log.flush, attempt.health.beat)
         raise
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tinypod.experiment import Experiment
+from tinypod.runs.folder import Run
 from tinypod.runs.metrics import Metrics, MetricsLog, open_metrics
 
 
@@ -22,8 +23,8 @@ def read_scores(folder: Path, metric: str | None) -> dict[int, float]:
 class RunLog:
     """`metrics.jsonl` and its mirrors, from the step that the run resumes at."""
 
-    def __init__(self, folder: Path, experiment: Experiment, scores: dict[int, float], *, primary: bool) -> None:
-        self.folder, self.scores, self._primary = folder, scores, primary
+    def __init__(self, run: Run, experiment: Experiment, scores: dict[int, float], *, primary: bool) -> None:
+        self.run, self.scores, self._primary = run, scores, primary
         self._experiment, self._metric = experiment, experiment.best and experiment.best.name
         self._metrics: Metrics | None = None
 
@@ -36,7 +37,7 @@ class RunLog:
             log = self._experiment.config.log
             config: dict[str, Any] = self._experiment.config.model_dump(mode="json")
             self._metrics = open_metrics(
-                self.folder, tensorboard=log.tensorboard, wandb=log.wandb, config=config, resume_step=step
+                self.run.folder, tensorboard=log.tensorboard, wandb=log.wandb, config=config, resume_step=step
             )
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
@@ -46,9 +47,10 @@ class RunLog:
             self._metrics.write(step, row)
 
     def flush(self) -> None:
-        """Rows that a full disk refused must be there before the checkpoint after them."""
+        """What a checkpoint holds must be in the log before it, and in the store: a full disk may have refused rows."""
         if self._metrics is not None:
             self._metrics.flush()
+            self.run.push()
 
     def close(self, *, failed: bool = False) -> None:
         if self._metrics is not None:

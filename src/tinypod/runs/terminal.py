@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -22,16 +23,10 @@ def warn(console: Console, text: str) -> None:
 
 
 class TrainingProgress:
-    """One line: step, loss, the headline metric in training and held out, speed, time left.
+    """One line: step, loss, the headline metric (tasks.task.Metric) in training and held out, speed, time left."""
 
-    `metric` is its name, `label` what it is called, `show` how it is written.
-    """
-
-    def __init__(
-        self, console: Console, start: int, total: int, metric: str, label: str, show: Callable[[float], str]
-    ) -> None:
-        self.console, self.start, self.total = console, start, total
-        self.metric, self.label, self._write = metric, label, show
+    def __init__(self, console: Console, start: int, total: int, metric: Any) -> None:
+        self.console, self.start, self.total, self.metric = console, start, total, metric
         self._texts = {"loss": "", "train": "", "speed": "", "held_out": ""}
         self._began = self._said = time.monotonic()
         self._live: Progress | None = None
@@ -60,14 +55,14 @@ class TrainingProgress:
 
     def trained(self, step: int, row: dict[str, float]) -> None:
         self._texts["loss"] = f"loss {row['train/loss']:.3f}"
-        if (value := row.get(f"train/{self.metric}")) is not None and self.metric != "loss":
-            self._texts["train"] = f"{self.label} {self._write(value)}"
+        if (value := row.get(f"train/{self.metric.name}")) is not None and self.metric.name != "loss":
+            self._texts["train"] = f"{self.metric.label} {self.metric.show(value)}"
         if "perf/examples_per_s" in row:
             self._texts["speed"] = f"{row['perf/examples_per_s']:,.0f} examples/s"
         self._show(step, now=False)
 
     def evaluated(self, step: int, row: dict[str, float]) -> None:
-        self._texts["held_out"] = f"held-out {self._write(row[f'eval/{self.metric}'])}"
+        self._texts["held_out"] = f"held-out {self.metric.show(row[f'eval/{self.metric.name}'])}"
         self._show(step, now=True)
 
     def _show(self, step: int, now: bool) -> None:
