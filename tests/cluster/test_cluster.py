@@ -116,11 +116,11 @@ def test_four_times_two_are_one_times_eight(data: Path, one_by_eight: Path, tmp_
     assert_close(*(state_at(data, folder, 6) for folder in (one_by_eight, tmp_path / "run")))
 
 
-def test_a_run_goes_on_elsewhere_with_the_same_batches(data: Path, two_by_four: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_elsewhere_with_the_same_batches(data: Path, two_by_four: Path, tmp_path: Path) -> None:
     """From step 3 of 2 × 4 devices on 1 × 2, split over fsdp: the same examples, the same weights up to noise."""
     shutil.copytree(two_by_four, tmp_path / "run")
     argv = cluster(data, tmp_path / "run", 1, 2, *STEPS, "mesh={data: 1, fsdp: 2}", more=("--from-step", "3"))
-    assert "going on from the checkpoint of step 3" in finished(argv)
+    assert "resuming from the checkpoint of step 3" in finished(argv)
     a, b = (state_at(data, folder, 6) for folder in (two_by_four, tmp_path / "run"))
     assert_close(a, b)
     assert np.array_equal(a["carry.example.inputs"], b["carry.example.inputs"])
@@ -186,7 +186,7 @@ def test_a_process_that_is_frozen_is_named_by_the_others(data: Path, tmp_path: P
     assert "File " in (run_dir / "health" / "process_0.stack.txt").read_text()
 
 
-def test_a_config_that_cannot_work_is_told_once(data: Path, tmp_path: Path) -> None:
+def test_a_config_that_cannot_work_is_reported_once(data: Path, tmp_path: Path) -> None:
     output = finished(cluster(data, tmp_path / "run", 4, 2, "batch_sizes=3"), code=2)
     assert output.count("batch_sizes") == 1
     assert not (tmp_path / "run").exists()
