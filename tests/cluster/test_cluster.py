@@ -14,7 +14,8 @@ from fixtures import write_4x4
 from test_train import assert_same_states, command, state_at, wait_for
 from test_train import rows as all_rows
 from tinypod.errors import DeadlineError
-from tinypod.health import watch as health
+from tinypod.health.heartbeat import read_heartbeats
+from tinypod.runs.folder import HEALTH
 
 # The weights of a run with 8 devices and one with 1 agree to float noise, which grows with every step.
 STEPS = ("steps=6", "checkpoint.every_steps=3", "eval.every_steps=null", "log.every_steps=1")
@@ -38,7 +39,7 @@ def finished(argv: list[str], code: int = 0) -> str:
 
 
 def pids(run_dir: Path, alive: bool = True) -> dict[int, int]:
-    beats = health.read_heartbeats(run_dir / health.FOLDER)
+    beats = read_heartbeats(run_dir / HEALTH)
     return {beat.process: beat.pid for beat in beats if not (alive and beat.is_gone())}
 
 
@@ -115,7 +116,7 @@ def test_four_times_two_are_one_times_eight(data: Path, one_by_eight: Path, tmp_
     assert_close(*(state_at(data, folder, 6) for folder in (one_by_eight, tmp_path / "run")))
 
 
-def test_a_run_goes_on_elsewhere_with_the_same_batches(data: Path, two_by_four: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_elsewhere_with_the_same_batches(data: Path, two_by_four: Path, tmp_path: Path) -> None:
     """From step 3 of 2 × 4 devices on 1 × 2, split over fsdp: the same examples, the same weights up to noise."""
     shutil.copytree(two_by_four, tmp_path / "run")
     argv = cluster(data, tmp_path / "run", 1, 2, *STEPS, "mesh={data: 1, fsdp: 2}", more=("--from-step", "3"))
@@ -160,7 +161,7 @@ def test_a_sigterm_to_one_stops_all_at_one_step_and_loses_none(data: Path, tmp_p
     assert process.returncode == 128 + signal.SIGTERM, output
     last = rows(run_dir)[-1]["step"]
     assert [int(p.name) for p in (run_dir / "checkpoints").iterdir() if p.name.isdigit()] == [last]
-    ends = {beat.ended for beat in health.read_heartbeats(run_dir / health.FOLDER)}
+    ends = {beat.ended for beat in read_heartbeats(run_dir / HEALTH)}
     assert ends == {"stopped: SIGTERM"}
     finished([*argv, f"steps={last + 1}"])
     assert [row["step"] for row in rows(run_dir)] == list(range(1, last + 2))
@@ -185,7 +186,7 @@ def test_a_process_that_is_frozen_is_named_by_the_others(data: Path, tmp_path: P
     assert "File " in (run_dir / "health" / "process_0.stack.txt").read_text()
 
 
-def test_a_config_that_cannot_work_is_told_once(data: Path, tmp_path: Path) -> None:
+def test_a_config_that_cannot_work_is_reported_once(data: Path, tmp_path: Path) -> None:
     output = finished(cluster(data, tmp_path / "run", 4, 2, "batch_sizes=3"), code=2)
     assert output.count("batch_sizes") == 1
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""Stopping, with real processes: whoever is told, all save, and only a second Ctrl-C skips it."""
+"""Stopping, with real processes: whoever gets the signal, all save, and only a second Ctrl-C skips it."""
 
 import os
 import random
@@ -97,7 +97,7 @@ def test_a_signal_to_any_stops_all_at_the_same_turn(tmp_path: Path, number: int,
 
 
 def test_a_sigterm_that_comes_while_all_save_changes_nothing(tmp_path: Path) -> None:
-    """The hosts of a pod are told one after the other."""
+    """The signal reaches the hosts of a pod one after the other."""
     (tmp_path / "linger").touch()
     with cluster("loop", tmp_path, 2, indices=(0, 1)) as processes:
         wait_for(lambda: (tmp_path / "turns_0").exists())

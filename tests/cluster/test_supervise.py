@@ -11,7 +11,7 @@ import pytest
 from test_launch import CHILD, launcher, recording, text, wait_for
 
 from fixtures import PROGRAMS
-from tinypod.cluster.launch import run_child
+from tinypod.cluster.launch import Interrupts, run_child
 from tinypod.cluster.supervise import supervise
 from tinypod.errors import FINAL
 
@@ -19,26 +19,29 @@ ALONE = str(PROGRAMS / "alone.py")
 
 
 class Supervised:
-    """A real process that ends as told, start for start, and what the supervisor made of it."""
+    """A real process that ends as asked, start for start, and what the supervisor made of it."""
 
-    def __init__(self, folder: Path, *told: str, **options: object) -> None:
-        (folder / "told").write_text("\n".join(told))
+    def __init__(self, folder: Path, *ends: str, **options: object) -> None:
+        (folder / "ends").write_text("\n".join(ends))
         self.console, self.waits = recording(), list[float]()
-        self.code = supervise(
-            lambda: run_child([sys.executable, CHILD, "as_told", str(folder)], folder / "logs", output=self.console),
-            lambda: int((folder / "step").read_text()) if (folder / "step").exists() else None,
-            console=self.console,
-            sleep=self.waits.append,
-            **options,  # type: ignore[arg-type]
-        )
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Interrupts, "sleep", lambda _, seconds: self.waits.append(seconds))
+            self.code = supervise(
+                lambda: run_child(
+                    [sys.executable, CHILD, "as_asked", str(folder)], folder / "logs", output=self.console
+                ),
+                lambda: int((folder / "step").read_text()) if (folder / "step").exists() else None,
+                console=self.console,
+                **options,  # type: ignore[arg-type]
+            )
         self.starts = int((folder / "starts").read_text())
         self.text = text(self.console)
 
 
 def test_a_crashed_run_is_started_again_until_it_is_done(tmp_path: Path) -> None:
     """The waits double, up to a limit, and begin anew when the run got further."""
-    told = ("- 76", "- 1", "5 kill", "5 75", "5 143", "5 78", "9 1", "9 0")
-    run = Supervised(tmp_path, *told, give_up_after=5, max_wait_s=3.0)
+    ends = ("- 76", "- 1", "5 kill", "5 75", "5 143", "5 78", "9 1", "9 0")
+    run = Supervised(tmp_path, *ends, give_up_after=5, max_wait_s=3.0)
     assert (run.code, run.starts) == (0, 8)
     assert run.waits == [1, 2, 1, 2, 3, 3, 1]
     assert "the process was killed by SIGKILL" in run.text
@@ -48,9 +51,9 @@ def test_a_crashed_run_is_started_again_until_it_is_done(tmp_path: Path) -> None
     assert log.count("--- ") == 8
 
 
-@pytest.mark.parametrize(("told", "where"), [("7 76", "at step 7"), ("- 76", "before its first step")])
-def test_the_same_step_fails_three_times(tmp_path: Path, told: str, where: str) -> None:
-    run = Supervised(tmp_path, *[told] * 5)
+@pytest.mark.parametrize(("end", "where"), [("7 76", "at step 7"), ("- 76", "before its first step")])
+def test_the_same_step_fails_three_times(tmp_path: Path, end: str, where: str) -> None:
+    run = Supervised(tmp_path, *[end] * 5)
     assert (run.code, run.starts, run.waits) == (76, 3, [1, 2])
     assert f"gave up: the run ended 3 times {where}, at last with exit code 76" in run.text
 
@@ -80,14 +83,14 @@ def test_kills_do_not_use_up_the_tries_of_a_run(tmp_path: Path) -> None:
     assert "(2 of 3 failures, 4 of 10 kills at this step)" in run.text
 
 
-def test_kills_at_one_step_end_with_a_word_on_the_oom_killer(tmp_path: Path) -> None:
+def test_kills_at_one_step_end_with_a_hint_at_the_oom_killer(tmp_path: Path) -> None:
     run = Supervised(tmp_path, *["7 kill"] * 20, max_wait_s=16.0)
     assert (run.code, run.starts, run.waits) == (137, 10, [1, 2, 4, 8, 16, 16, 16, 16, 16])
     assert "gave up: the run ended 10 times at step 7, at last with exit code 137" in run.text
     assert "the kernel's OOM killer may be the reason" in run.text
 
 
-def test_a_bucket_that_is_not_there_is_told_once_and_at_once(tmp_path: Path) -> None:
+def test_a_bucket_that_is_not_there_is_reported_once_and_at_once(tmp_path: Path) -> None:
     run = Supervised(tmp_path, "- 2", "- 0")
     assert (run.code, run.starts, run.waits) == (2, 1, [])
     assert run.text.count("no such bucket") == 1
@@ -101,8 +104,8 @@ def test_some_ends_are_final(tmp_path: Path, code: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_waiting_supervisor_at_once(tmp_path: Path, number: signal.Signals) -> None:
-    (tmp_path / "told").write_text("- 76\n- 0")
-    with launcher(tmp_path / "logs", 0, CHILD, "as_told", tmp_path) as process:
+    (tmp_path / "ends").write_text("- 76\n- 0")
+    with launcher(tmp_path / "logs", 0, CHILD, "as_asked", tmp_path) as process:
         assert process.stdout is not None
         wait_for(lambda: "starting again in 60 s" in process.stdout.readline(), process)
         process.send_signal(number)
@@ -111,8 +114,8 @@ def test_a_signal_ends_a_waiting_supervisor_at_once(tmp_path: Path, number: sign
 
 
 def test_a_signalled_supervisor_does_not_start_again(tmp_path: Path) -> None:
-    (tmp_path / "told").write_text("- wait\n- 0")
-    with launcher(tmp_path / "logs", 0, CHILD, "as_told", tmp_path) as process:
+    (tmp_path / "ends").write_text("- wait\n- 0")
+    with launcher(tmp_path / "logs", 0, CHILD, "as_asked", tmp_path) as process:
         wait_for(lambda: (tmp_path / "pid_0").exists(), process)
         process.send_signal(signal.SIGTERM)
         output = process.communicate(timeout=300)[0]

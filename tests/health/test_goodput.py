@@ -16,27 +16,29 @@ from tinypod.health.goodput import Ledger, read_attempts, summarise
 
 
 class Clock:
-    """Wall and monotonic time in one; moved by hand."""
+    """Wall and monotonic time in one, in place of the module `time`; only the test moves it."""
 
-    def __init__(self, now: float = 1000.0) -> None:
-        self.now = now
+    now = 1000.0
 
-    def __call__(self) -> float:
+    def time(self) -> float:
         return self.now
+
+    monotonic = time
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(goodput, "time", clock := Clock())
+    return clock
 
 
 @pytest.fixture
 def open_ledger(tmp_path: Path, clock: Clock):
-    """Ledgers whose listeners are gone after the test, however it ended."""
+    """Ledgers by that clock, whose listeners are gone after the test, however it ended."""
     opened: list[Ledger] = []
 
     def make(**options) -> Ledger:
-        opened.append(Ledger(tmp_path, clock=clock, monotonic=clock, **options))
+        opened.append(Ledger(tmp_path, **options))
         return opened[-1]
 
     yield make
@@ -171,7 +173,7 @@ def test_compiling_is_taken_out_of_the_phase_it_happens_in(tmp_path):
     assert stored.compiles >= 1
 
 
-def test_the_last_step_that_was_measured_is_told_of(open_ledger, clock, tmp_path):
+def test_the_last_step_that_was_measured_is_reported(open_ledger, clock, tmp_path):
     for size in (3 * 2**20, None):
         ledger = open_ledger()
         ledger.compiled(size)
@@ -220,7 +222,7 @@ def test_the_listeners_go_with_the_end(tmp_path):
     assert read_attempts(tmp_path)[0].ended == "done"
 
 
-def test_the_fullest_device_is_told_where_devices_tell(open_ledger, tmp_path, monkeypatch):
+def test_the_fullest_device_is_reported_where_devices_say(open_ledger, tmp_path, monkeypatch):
     class Device:
         def __init__(self, stats: dict[str, int] | None) -> None:
             self.memory_stats = lambda: stats
@@ -267,7 +269,7 @@ def test_a_damaged_or_foreign_file_is_set_aside(open_ledger, clock, tmp_path, ca
         assert summarise(tmp_path).attempts == 1
 
 
-def test_a_full_disk_is_told_of_once_and_ends_nothing(open_ledger, clock, tmp_path, caplog, monkeypatch):
+def test_a_full_disk_is_reported_once_and_ends_nothing(open_ledger, clock, tmp_path, caplog, monkeypatch):
     ledger = open_ledger()
     ledger.begin(0)
 

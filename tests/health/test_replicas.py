@@ -3,13 +3,13 @@
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fixtures import TESTS
 from tinypod.errors import CorruptionError
 from tinypod.health.replicas import make_replica_check
 
@@ -145,7 +145,7 @@ def test_every_process_names_the_copy_of_the_other():
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     command = [sys.executable, "-c", TWO_PROCESSES, port]
-    folder = str(TESTS)
+    folder = Path(__file__).parent
     pipe = subprocess.PIPE
     running = [subprocess.Popen([*command, str(i)], stdout=pipe, stderr=pipe, text=True, cwd=folder) for i in range(2)]
     try:

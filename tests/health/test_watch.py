@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -11,12 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
 from test_heartbeat import beat
 
 from tinypod.experiment import HealthConfig
+from tinypod.health import goodput
 from tinypod.health import watch as module
 from tinypod.health.goodput import Ledger, read_attempts
 from tinypod.health.heartbeat import read_heartbeats, write_heartbeat
@@ -32,6 +35,16 @@ FAST = HealthConfig(
     save_timeout_s=60.0,
     close_timeout_s=60.0,
 )
+
+
+@pytest.fixture
+def exit_codes(monkeypatch: pytest.MonkeyPatch) -> "queue.Queue[int]":
+    """What the process would have ended with."""
+    codes: queue.Queue[int] = queue.Queue()
+    monkeypatch.setattr(os, "_exit", codes.put)
+    return codes
+
+
 PREAMBLE = f"""
 import os, sys, threading, time
 from pathlib import Path
@@ -84,7 +97,7 @@ def test_percentiles_are_of_the_last_samples(tmp_path):
     health = Health(tmp_path, config=FAST)
     for ms in [9999] * 50 + list(range(1, 201)):
         health.timed(1, ms / 1000)
-    assert health._heartbeat(None).step_ms == {"p50": 100.0, "p90": 180.0, "max": 200.0}
+    assert health._heartbeat().step_ms == {"p50": 100.0, "p90": 180.0, "max": 200.0}
 
 
 @pytest.mark.parametrize(
@@ -144,7 +157,7 @@ def test_the_ledger_goes_to_the_object_store_with_it(tmp_path):
     assert json.loads(published["goodput.json"])["attempts"][0]["ended"] is not None
 
 
-def test_what_cannot_be_written_is_told_of_once(tmp_path, caplog, monkeypatch):
+def test_what_cannot_be_written_is_reported_once(tmp_path, caplog, monkeypatch):
     tried = threading.Semaphore(0)
 
     def full(*_: object) -> None:
@@ -159,7 +172,7 @@ def test_what_cannot_be_written_is_told_of_once(tmp_path, caplog, monkeypatch):
     assert "process 3" in caplog.text
 
 
-# Before training goes on
+# Before training resumes
 
 
 def begun(folder: Path, step: int, error: Exception | None = None) -> None:
@@ -187,7 +200,7 @@ def test_a_start_that_does_not_begin_leaves_a_finished_run_as_it_was(tmp_path, e
     assert files(tmp_path) == before
 
 
-def test_a_finished_run_is_told_of_again_once_it_goes_on(tmp_path):
+def test_a_finished_run_is_seen_again_once_it_resumes(tmp_path):
     begun(tmp_path, 8)
     write_heartbeat(tmp_path / "health", beat(2, ended="done"))
     with Health(tmp_path / "health", 0, 2, FAST, Ledger(tmp_path)) as health:
@@ -224,13 +237,12 @@ def test_a_finished_run_is_known_from_the_object_store(tmp_path):
     assert read_heartbeats(tmp_path)[0].ended == "done"
 
 
-def test_a_deadline_before_a_finished_run_goes_on_blames_nobody(tmp_path, capfd):
+def test_a_deadline_before_a_finished_run_resumes_blames_nobody(tmp_path, capfd, exit_codes):
     for process in range(2):
         write_heartbeat(tmp_path, beat(process, ended="done"))
     before = files(tmp_path)
-    exited = threading.Event()
-    with Health(tmp_path, 0, 2, short("starting"), exit=lambda code: exited.set()) as health:
-        assert exited.wait(30)
+    with Health(tmp_path, 0, 2, short("starting")) as health:
+        assert exit_codes.get(timeout=30) == 76
         health._watcher.join()
         assert "suspect: not known" in health.lost_contact(RuntimeError())
     assert "suspect: not known" in capfd.readouterr().err
@@ -240,9 +252,10 @@ def test_a_deadline_before_a_finished_run_goes_on_blames_nobody(tmp_path, capfd)
 # Phases
 
 
-def test_the_ledger_counts_inner_phases_once(tmp_path):
+def test_the_ledger_counts_inner_phases_once(tmp_path, monkeypatch):
     now = [0.0]
-    ledger = Ledger(tmp_path, clock=lambda: now[0], monotonic=lambda: now[0])
+    monkeypatch.setattr(goodput, "time", SimpleNamespace(time=lambda: now[0], monotonic=lambda: now[0]))
+    ledger = Ledger(tmp_path)
     health = Health(tmp_path / "health", config=FAST, ledger=ledger)
 
     def pass_time(seconds: float) -> None:
@@ -275,7 +288,7 @@ def test_the_ledger_ends_as_the_process_does(tmp_path):
         health.begin(4)
         with health.phase("stepping"):
             health.beat(6)
-        health.rolled_back(6, 5, 0.0)
+        health.rolled_back(6, 5)
         raise RuntimeError("why")
     (attempt,) = read_attempts(tmp_path)
     assert (attempt.ended, attempt.last_step, attempt.steps_done) == ("failed: why", 5, 2)
@@ -289,15 +302,13 @@ def short(phase: str, seconds: float = 0.4) -> HealthConfig:
 
 
 @pytest.mark.parametrize("phase", list(module._TIMEOUTS))
-def test_every_phase_has_a_deadline(tmp_path, capfd, phase):
-    codes: list[int] = []
-    exited = threading.Event()
-    with Health(tmp_path, config=short(phase), exit=lambda code: (codes.append(code), exited.set())) as health:
+def test_every_phase_has_a_deadline(tmp_path, capfd, exit_codes, phase):
+    with Health(tmp_path, config=short(phase)) as health:
         with health.phase(phase):
             health.beat(3)
-            assert exited.wait(30)
+            assert exit_codes.get(timeout=30) == 76
         health._watcher.join()
-    assert codes == [76]
+    assert exit_codes.empty()
     text = capfd.readouterr().err
     assert f"has been {phase} at step 3" in text
     assert f"health.{module._TIMEOUTS[phase]}=0.4 has passed" in text
@@ -306,9 +317,10 @@ def test_every_phase_has_a_deadline(tmp_path, capfd, phase):
 
 
 @pytest.mark.parametrize(("phase", "seconds"), [("stepping", 300), ("closing", 1800), ("waiting", 2000 + 60)])
-def test_how_long_a_phase_may_last(tmp_path, phase, seconds):
+def test_how_long_a_phase_may_last(tmp_path, monkeypatch, phase, seconds):
     now = [0.0]
-    health = Health(tmp_path, config=HealthConfig(restore_timeout_s=2000.0), monotonic=lambda: now[0])
+    monkeypatch.setattr(module, "time", SimpleNamespace(time=time.time, monotonic=lambda: now[0]))
+    health = Health(tmp_path, config=HealthConfig(restore_timeout_s=2000.0))
     with health.phase("stepping"), health.phase(phase):
         assert not health._is_late(phase)  # sees the beat of the new phase
         for _ in range(seconds - 1):
@@ -320,20 +332,20 @@ def test_how_long_a_phase_may_last(tmp_path, phase, seconds):
         assert not health._is_late(phase)
 
 
-def test_a_wait_for_the_others_names_the_longest_timeout(tmp_path, capfd):
+def test_a_wait_for_the_others_names_the_longest_timeout(tmp_path, capfd, exit_codes):
     config = HealthConfig(evaluate_timeout_s=3000.0)
     assert deadline(config, "waiting") == (3060.0, "evaluate_timeout_s")
-    codes: list[int] = []
-    health = Health(tmp_path, config=config, exit=codes.append)
+    health = Health(tmp_path, config=config)
     with health.phase("waiting"):
         health._expire("waiting")
-    assert codes == [76]
+    assert exit_codes.get() == 76
     assert "health.evaluate_timeout_s=3000 has passed" in capfd.readouterr().err
 
 
-def test_a_beat_or_a_new_phase_starts_the_clock_anew(tmp_path):
+def test_a_beat_or_a_new_phase_starts_the_clock_anew(tmp_path, monkeypatch):
     exited = threading.Event()
-    with Health(tmp_path, config=short("stepping", 1.0), exit=lambda code: exited.set()) as health:
+    monkeypatch.setattr(os, "_exit", lambda code: exited.set())
+    with Health(tmp_path, config=short("stepping", 1.0)) as health:
         with health.phase("stepping"):
             for step in range(20):  # twice the deadline
                 health.beat(step)
@@ -449,11 +461,11 @@ def test_a_killed_process_is_named_by_the_other(tmp_path):
         killed.wait()
         _, err = waiting.communicate(timeout=60)
         assert waiting.returncode == 76
-        assert f"pid {killed.pid}) is gone without a word" in err
+        assert f"pid {killed.pid}) is gone (no such process)" in err
 
 
 def test_a_frozen_process_did_not_hang(tmp_path):
-    """SIGSTOP for longer than the deadline, then SIGCONT: it goes on. A hang after that is still found."""
+    """SIGSTOP for longer than the deadline, then SIGCONT: it continues. A hang after that is still found."""
     body = """
 config = config.model_copy(update={"step_timeout_s": 1.5})
 with Health(folder, process, count, config) as health, health.phase("stepping"):
@@ -510,12 +522,12 @@ def test_a_failure_of_all_names_the_one_that_is_gone(tmp_path):
     assert text.splitlines() == [
         f"a computation over all processes failed at step 42 in process 1 (host {host}, pid {os.getpid()}): "
         "Gloo: connection reset",
-        f"suspect: process 2 (host {host}, pid {gone}) is gone without a word; it was stepping at step 41",
-        "Start the same command again: it goes on from the last checkpoint",
+        f"suspect: process 2 (host {host}, pid {gone}) is gone (no such process); it was stepping at step 41",
+        "Start the same command again: it resumes from the last checkpoint",
     ]
 
 
-def test_a_failure_of_all_waits_for_a_silence_to_be_told_and_no_longer(tmp_path):
+def test_a_failure_of_all_waits_for_a_silence_to_show_and_no_longer(tmp_path):
     with Health(tmp_path, 0, 2, FAST) as health:
         other = beat(1, time=time.time(), every_s=FAST.heartbeat_s)
         write_heartbeat(tmp_path, other)

@@ -1,4 +1,4 @@
-"""A process without JAX that behaves as told: `child.py ACTION [FOLDER]`."""
+"""A process without JAX that behaves as asked: `child.py ACTION [FOLDER]`."""
 
 import os
 import signal
@@ -68,9 +68,9 @@ def saves_and_ends(*_: object) -> None:
     sys.exit(143)
 
 
-def as_told(folder: Path) -> int:
-    """The next line of `told`: the step to reach and the exit code, or `wait`."""
-    lines = (folder / "told").read_text().splitlines()
+def as_asked(folder: Path) -> int:
+    """The next line of `ends`: the step to reach and the exit code, or `wait`."""
+    lines = (folder / "ends").read_text().splitlines()
     done = int((folder / "starts").read_text()) if (folder / "starts").exists() else 0
     (folder / "starts").write_text(str(done + 1))
     step, code = lines[done].split()
@@ -95,7 +95,7 @@ def main() -> int:
         "waits": lambda: waits(folder, saves_and_ends),
         "saves_long": lambda: waits(folder, lambda *_: saves_long(folder)),
         "deaf": lambda: waits(folder, signal.SIG_IGN),
-        "as_told": lambda: as_told(folder),
+        "as_asked": lambda: as_asked(folder),
     }[action]()
 
 

@@ -48,7 +48,7 @@ def late(cluster: Cluster, folder: Path) -> None:
 def loop(cluster: Cluster, folder: Path) -> int:
     """Turns with a collective each, until all are asked to stop; and with the question that Orbax asks when it saves.
 
-    Its numbers are steps, and those of a run that goes on are far from what we count.
+    Its numbers are steps, and those of a run that was resumed are far from what we count.
     """
     add = make_sum(cluster)
     with stop_on_signals(cluster) as stop:

@@ -2,7 +2,7 @@
 
 Checks (see `checks`) are data (CHECKS) and run in this order. After `vital` ones that did not pass, nothing more can be
 tried. Every process runs every check. Their answers are gathered after each: one process that fails is a failure of
-all, and what must be the same everywhere (config, data, batch) is compared. Nothing is left behind; the compilation
+all, and what must be the same in all (config, data, batch) is compared. Nothing is left behind; the compilation
 cache is not used, so that compile seconds are those of a first start.
 """
 
@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,9 +58,6 @@ class Result:
     found: str
     seconds: float = 0.0
     figures: dict[str, float] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"seconds": round(self.seconds, 3)}
 
 
 @dataclass(frozen=True)

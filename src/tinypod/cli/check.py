@@ -46,6 +46,7 @@ def check(
     Example: `tinypod check demo --processes 2 --devices-per-process 2`
     """
     import json
+    from dataclasses import asdict
 
     from tinypod.check import runner as preflight
     from tinypod.cli import processes as own
@@ -64,7 +65,7 @@ def check(
     shown = Console(quiet=True) if as_json else console
     results = preflight.run_checks(loaded, shown, title=config, cluster=cluster, steps=steps, scratch=scratch)
     if as_json and cluster.is_primary:
-        print(json.dumps([result.as_json() for result in results], ensure_ascii=False))
+        print(json.dumps([asdict(result) for result in results], ensure_ascii=False))
     if not failed_to_load:
         cluster.shutdown(loaded.health.save_timeout_s)
     if any(result.status == "FAIL" for result in results):

@@ -28,7 +28,7 @@ def join_cluster(
 ) -> Cluster:
     """The cluster that flags, the environment or JAX's detection speak of; this process alone, where none does."""
     settings = startup.settings_from(coordinator, num_processes, process_id, os.environ)
-    # JAX's own heartbeat ends processes without a word; ours should speak first.
+    # JAX's own heartbeat ends processes without saying why: our deadlines come first.
     longest_s = max(config.step_timeout_s, config.save_timeout_s, config.restore_timeout_s)
     return startup.start(settings, config.start_timeout_s, longest_s + 60)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @app.command()
 def train(
-    config: Annotated[str, typer.Argument(help="A YAML config, or a run (folder or gs:// URL) to go on with.")],
+    config: Annotated[str, typer.Argument(help="A YAML config, or a run (folder or gs:// URL) to resume.")],
     overrides: Overrides = None,
     run: Annotated[
         str | None,
@@ -33,7 +33,7 @@ def train(
     ] = None,
     from_step: Annotated[
         int | None,
-        typer.Option("--from-step", help="Go on from this checkpoint, once; newer ones are set aside, not deleted."),
+        typer.Option("--from-step", help="Resume from this checkpoint, once; newer ones are set aside, not deleted."),
     ] = None,
     profile: Annotated[
         str | None, typer.Option(help="Trace these steps on every process, for XProf or TensorBoard, e.g. `20:24`.")
@@ -47,9 +47,9 @@ def train(
     num_processes: NumProcesses = None,
     process_id: ProcessId = None,
 ) -> None:
-    """Train, or go on where the run folder left off.
+    """Train, or resume where the run folder left off.
 
-    Starting the same command again continues from the latest checkpoint. Ctrl-C (exit code 130) and SIGTERM (143)
+    Running the same command again resumes from the latest checkpoint. Ctrl-C (exit code 130) and SIGTERM (143)
     save one first. On a TPU pod, under Slurm and on GKE start this command on every host: the processes find each
     other. Elsewhere give each one `--coordinator`, `--num-processes` and `--process-id`. To rehearse a pod on this
     machine: `--processes 4 --devices-per-process 2`.
@@ -67,8 +67,9 @@ def train(
         given = [name for name, value in joining if value is not None]
         if processes is not None and given:
             raise UserError(f"--processes starts processes of its own, {' and '.join(given)} joins others: choose one")
-        arguments = ["train", config, *(overrides or []), "--run", str(target), *_option("--profile", profile)]
-        arguments += [part for name, value in joining for part in _option(name, value)]
+        arguments = ["train", config, *(overrides or []), "--run", str(target)]
+        for name, value in [("--profile", profile), *joining]:
+            arguments += [] if value is None else [name, str(value)]
         code = own.train_apart(
             arguments,
             from_step,
@@ -101,10 +102,6 @@ def _target(config: str, run: str | None) -> "Run":
         return runs.open_run(run or config)
     of_a_run = path.name == runs.CONFIG and (path.parent / runs.CHECKPOINTS).is_dir()
     return runs.open_run(path if path.is_dir() else path.parent if of_a_run else Path("runs") / path.stem)
-
-
-def _option(name: str, value: object) -> list[str]:
-    return [] if value is None else [name, str(value)]
 
 
 def _with_advice(error: UserError, config: Any) -> UserError:

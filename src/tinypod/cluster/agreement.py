@@ -2,7 +2,7 @@
 
 Two things around JAX's coordination service are ours, for reasons that were observed: its barriers name only some of
 those that are missing, in prose; and a process that simply exits after a failure waits at JAX's shutdown barrier for
-peers that cannot come, then aborts all of them, so that its exit code and their last words are lost (`end_now`).
+peers that cannot come, then aborts all of them, so that its exit code and their messages are lost (`end_now`).
 """
 
 import math

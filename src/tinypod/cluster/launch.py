@@ -81,7 +81,6 @@ class Interrupts:
     """The signals that came to this process and ask it to end."""
 
     came: list[signal.Signals] = field(default_factory=list)
-    raises: bool = False
 
     @property
     def impatient(self) -> bool:
@@ -90,13 +89,12 @@ class Interrupts:
 
     def note(self, number: int, _: object) -> None:
         self.came.append(signal.Signals(number))
-        if self.raises:
-            self.raises = False
-            raise Interrupted
 
-
-class Interrupted(Exception):
-    """What ends a sleep."""
+    def sleep(self, seconds: float) -> None:
+        """Until then, or until one has come."""
+        end = time.monotonic() + seconds
+        while not self.came and (left := end - time.monotonic()) > 0:
+            time.sleep(min(0.1, left))
 
 
 _listening: Interrupts | None = None
@@ -116,7 +114,7 @@ def interrupts() -> Iterator[Interrupts]:
     finally:
         _listening = None
         for number, handler in previous.items():
-            if number == signal.SIGINT or not noted.came:  # one that was told is still to end, with its own exit code
+            if number == signal.SIGINT or not noted.came:  # after a SIGTERM it still has to end with its own exit code
                 signal.signal(number, handler)
 
 
@@ -131,28 +129,27 @@ def launch(
 ) -> int:
     """Run `argv` as a local cluster on CPU devices, and return one exit code for all.
 
-    It is that of the process that failed first, 128 and the signal for one that was killed. A process that only
-    suffered from another's end (an abort by JAX, an uncaught error) gives way to one that says what happened.
-    `grace_s` is how long the others may take to say so.
+    It is that of the process that failed first (128 and the signal for one that was killed), but an abort by JAX or an
+    uncaught error gives way to one that says what happened. `grace_s`: how long the others may take to say so.
     """
     address = f"127.0.0.1:{free_port()}"
     environments = [
         cluster_environment(os.environ, address, processes, index, devices_per_process) for index in range(processes)
     ]
-    return _run_together(argv, environments, log_folder, output, grace_s, prefixed=True)
+    return _run_together(argv, environments, log_folder, output, grace_s)
 
 
 def run_child(argv: list[str], log_folder: Path, *, output: Console) -> int:
     """Run one process by the same rules, on whatever devices there are."""
-    return _run_together(argv, [dict(os.environ)], log_folder, output, 0.0, prefixed=False)
+    return _run_together(argv, [dict(os.environ)], log_folder, output)
 
 
 def cluster_environment(
     environ: Mapping[str, str], address: str, processes: int, index: int, devices: int
 ) -> dict[str, str]:
-    """What tells a child which process it is, and gives it its share of CPU devices."""
-    flags = environ.get("XLA_FLAGS", "").split()
-    flags = [flag for flag in flags if not flag.startswith("--xla_force_host_platform_device_count")]
+    """For a child: which process it is, and its share of CPU devices."""
+    devices_flag = "--xla_force_host_platform_device_count"
+    flags = [flag for flag in environ.get("XLA_FLAGS", "").split() if not flag.startswith(devices_flag)]
     return {
         **environ,
         "TINYPOD_COORDINATOR": address,
@@ -168,7 +165,7 @@ def cluster_environment(
 
 
 def free_port() -> int:
-    """One that the kernel does not hand out to outgoing connections, which come between here and its use."""
+    """Outside the range that the kernel gives to outgoing connections, which come between here and its use."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as probe, suppress(OSError):
@@ -177,24 +174,27 @@ def free_port() -> int:
 
 
 def _run_together(
-    argv: list[str],
-    environments: list[dict[str, str]],
-    log_folder: Path,
-    output: Console,
-    grace_s: float,
-    *,
-    prefixed: bool,
+    argv: list[str], environments: list[dict[str, str]], log_folder: Path, output: Console, grace_s: float | None = None
 ) -> int:
+    """Without `grace_s` it is one process that is nobody's peer: its lines have no prefix."""
     log_folder.mkdir(parents=True, exist_ok=True)
     with interrupts() as signals, ExitStack() as stack:
         children = []
         for index, environment in enumerate(environments):
             log = stack.enter_context(open(log_folder / f"process_{index}.log", "ab", buffering=0))
-            process = stack.enter_context(_start(argv, environment))
-            children.append(Child(index, process, log, f"[{index}] " if prefixed else ""))
+            process = subprocess.Popen(
+                with_parent(argv),
+                env={**environment, "PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            stack.enter_context(process)
+            children.append(Child(index, process, log, "" if grace_s is None else f"[{index}] "))
             stack.callback(children[-1].kill)
             _write_log(children[-1], f"--- {datetime.now():%Y-%m-%d %H:%M:%S}, pid {process.pid}\n".encode())
-        failures = _watch(children, signals, output, grace_s)
+        failures = _watch(children, signals, output, grace_s or 0.0)
     if signals.impatient:
         return 128 + signal.SIGINT
     if failures:
@@ -203,21 +203,14 @@ def _run_together(
     return 128 + signals.came[0] if signals.came else max(child.exit_code for child in children)
 
 
-def _start(argv: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        with_parent(argv),
-        env={**environment, "PYTHONUNBUFFERED": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-
-
 def _watch(children: list[Child], signals: Interrupts, output: Console, grace_s: float) -> list[Child]:
     """Show and log what they print until all have ended; returns those that failed, in that order."""
     failures: list[Child] = []
-    deadline, stopping, warned, killed = math.inf, False, False, False
+    deadline, heard = math.inf, 0
+
+    def note_failures() -> None:
+        failures.extend(c for c in children if c not in failures and c.has_failed(stopping=bool(heard)))
+
     with selectors.DefaultSelector() as selector:
         for child in children:
             os.set_blocking(child.pipe, False)
@@ -226,17 +219,10 @@ def _watch(children: list[Child], signals: Interrupts, output: Console, grace_s:
             for key, _ in selector.select(0.1):
                 if not _copy(key.data, output):
                     selector.unregister(key.fileobj)
-            if signals.came and not stopping:
-                stopping = True
-                _pass_on(children, output)
-            if signal.SIGINT in signals.came and not warned:
-                warned = True
-                output.print("Ctrl-C once more ends it at once, without one", highlight=False)
-            if signals.impatient and not killed:
-                killed = True
-                output.print("ending at once, without saving", highlight=False)
-                _kill_all(children)
-            _add_failures(failures, children, stopping)
+            while heard < len(signals.came):
+                heard += 1
+                _obey(signals.came[:heard], children, output)
+            note_failures()
             if failures:
                 deadline = min(deadline, time.monotonic() + grace_s)
             if time.monotonic() > deadline:
@@ -247,20 +233,23 @@ def _watch(children: list[Child], signals: Interrupts, output: Console, grace_s:
         if child.rest:
             _show(child, child.rest, output)
             _write_log(child, b"\n")
-    _add_failures(failures, children, stopping)
+    note_failures()
     return failures
 
 
-def _add_failures(failures: list[Child], children: list[Child], stopping: bool) -> None:
-    failures += [child for child in children if child not in failures and child.has_failed(stopping)]
-
-
-def _pass_on(children: list[Child], output: Console) -> None:
-    """Once: a child that saves needs no second reminder."""
-    output.print("stopping: waiting for a last checkpoint", highlight=False)
-    for child in children:
-        if child.alive:
-            child.process.terminate()
+def _obey(came: list[signal.Signals], children: list[Child], output: Console) -> None:
+    """The last of the signals that came. It is passed on once: a child that saves needs no second reminder."""
+    if len(came) == 1:
+        say(output, "stopping: waiting for a last checkpoint")
+        for child in children:
+            if child.alive:
+                child.process.terminate()
+    if came[-1] == signal.SIGINT:
+        if came.count(signal.SIGINT) == 1:
+            say(output, "Ctrl-C once more ends it at once, without one")
+        elif came.count(signal.SIGINT) == 2:
+            say(output, "ending at once, without saving")
+            _kill_all(children)
 
 
 def _kill_all(children: list[Child]) -> None:
@@ -308,5 +297,5 @@ def _report(failures: list[Child], children: list[Child], output: Console) -> No
     after = [f"process {child.index} {child.end}" for child in failures[1:]]
     ended = sum(child.ended_by_us for child in children)
     after += [f"ended the other {ended}"] if ended else []
-    told = f"process {first.index} {first.end}" + "".join(f"; {part}" for part in after)
-    say(output, f"{told}; each one's output is in {Path(first.log.name).parent}", "bold red")
+    parts = "; ".join([f"process {first.index} {first.end}", *after])
+    say(output, f"{parts}; each one's output is in {Path(first.log.name).parent}", "bold red")

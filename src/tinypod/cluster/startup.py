@@ -1,7 +1,7 @@
 """How a process joins its run: settings, detection, and a roll call before JAX connects.
 
 JAX ends a process whose peers do not come with a C++ abort that names nobody. So process 0 listens on the coordinator's
-own port, which JAX takes over afterwards, and tells everybody who is missing.
+own port, which JAX takes over afterwards, and answers all of them with who is missing.
 """
 
 import json
@@ -24,7 +24,7 @@ from tinypod.cluster.agreement import Cluster, listed
 from tinypod.errors import ConfigError, DeadlineError
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "TINYPOD_COORDINATOR", "TINYPOD_NUM_PROCESSES", "TINYPOD_PROCESS_ID"
-BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"  # JAX's own name for where the coordinator listens; default: everywhere
+BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"  # JAX's own name for where the coordinator listens; default: any address
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,12 @@ def settings_from(
     if count == 1 and address is None and index in (None, 0):
         return ClusterSettings(None, 1, 0)
     if address is None or count is None or index is None:
-        given = (address, count, index)
-        names = (
-            f"--coordinator or {COORDINATOR}",
-            f"--num-processes or {NUM_PROCESSES}",
-            f"--process-id or {PROCESS_ID}",
-        )
-        missing = " and ".join(name for name, value in zip(names, given, strict=True) if value is None)
+        given = {
+            f"--coordinator or {COORDINATOR}": address,
+            f"--num-processes or {NUM_PROCESSES}": count,
+            f"--process-id or {PROCESS_ID}": index,
+        }
+        missing = " and ".join(name for name, value in given.items() if value is None)
         raise ConfigError(f"a cluster needs its coordinator, number of processes and process id; missing: {missing}")
     if count < 1:
         raise ConfigError(f"--num-processes {count}: expected at least 1")
@@ -224,14 +223,13 @@ def _absent(missing: Collection[int], settings: ClusterSettings, timeout_s: floa
 
 
 def _listen(coordinator: str, timeout_s: float) -> socket.socket:
-    host, port = split_address(os.environ.get(BIND_ADDRESS, f"[::]:{split_address(coordinator)[1]}"))
-    everywhere = host in ("::", "0.0.0.0")
-    both = everywhere and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both or (":" in host and not everywhere) else socket.AF_INET
+    any_host = "[::]" if socket.has_dualstack_ipv6() else "0.0.0.0"
+    host, port = split_address(os.environ.get(BIND_ADDRESS, f"{any_host}:{split_address(coordinator)[1]}"))
+    family, both = (socket.AF_INET6, host == "::") if ":" in host else (socket.AF_INET, False)
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return socket.create_server(("" if everywhere else host, port), family=family, dualstack_ipv6=both)
+            return socket.create_server((host, port), family=family, dualstack_ipv6=both)
         except OSError as error:  # perhaps still held by a run that is ending
             if time.monotonic() > deadline:
                 raise DeadlineError(

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from jax._src import distributed as jax_distributed  # private: the preemption service has no public door
 
@@ -59,15 +59,15 @@ class Stop:
 
     cluster: Cluster = field(default_factory=Cluster)
     by: signal.Signals | None = None
-    say: Callable[[str], None] | None = None
-    interrupts: int = 0
+    say: Callable[[str], None] = lambda text: None
+    interrupted: bool = False
     agreed_at: float = -math.inf
 
     def requested(self) -> bool:
         """True on all processes at the same call, and from then on. All of them must call it equally often."""
         if self.by is None and self.cluster.count > 1 and Preemption.reached():
-            # What is left is to save. The hosts of a pod are not told at the same moment: another one's first SIGTERM
-            # must neither end a process that saves nor wake JAX's notifier, which a shutdown then crashes.
+            # What is left is to save. SIGTERM does not reach all hosts at the same moment: a later one must neither end
+            # a process that saves nor wake JAX's notifier, which a shutdown then crashes.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self.by, self.agreed_at = signal.SIGTERM, time.monotonic()
         return self.by is not None
@@ -84,26 +84,20 @@ class Stop:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _interrupt(self) -> None:
-        self.interrupts += 1
-        if self.interrupts > 1:
-            _end()
-        if self.say is None:
-            return
+        if self.interrupted:
+            os._exit(128 + signal.SIGINT)  # an exception raised inside the compiler would crash it
+        self.interrupted = True
         try:
             self.say(STOPPING)
         except Exception:  # a stream that the signal met in the middle of a line refuses another one
             os.write(2, f"{STOPPING}\n".encode())
 
 
-def _end() -> NoReturn:
-    os._exit(128 + signal.SIGINT)  # an exception raised inside the compiler would crash it
-
-
 @contextmanager
-def stop_on_signals(cluster: Cluster, say: Callable[[str], None] | None = None) -> Iterator[Stop]:
-    """SIGINT and SIGTERM end the run after the step at hand, with a checkpoint; a second SIGINT ends it at once.
+def stop_on_signals(cluster: Cluster, say: Callable[[str], None] = lambda text: None) -> Iterator[Stop]:
+    """SIGINT and SIGTERM end the run after the current step, with a checkpoint; a second SIGINT ends it at once.
 
-    In a cluster SIGTERM belongs to JAX: since `start`, a handler of its own in C++ notes it, tells all processes
+    In a cluster SIGTERM belongs to JAX: since `start`, a handler of its own in C++ notes it, broadcasts it
     within a second, and lets them agree on the call of `requested` at which all stop. A handler of Python's here would
     silence that. What does not stop is ended by the deadlines, by the launcher, or by SIGKILL. Cloud TPU announces
     maintenance and preemption by SIGTERM, too (for TPU VMs made with autocheckpoint on): SIGTERM is tested with real

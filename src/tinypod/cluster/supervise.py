@@ -1,16 +1,17 @@
 """A supervisor: starts a run again that ended early, as long as that can help and the run gets further."""
 
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from rich.console import Console
 
-from tinypod.cluster.launch import Interrupted, Interrupts, interrupts
+from tinypod.cluster.launch import interrupts
 from tinypod.errors import FINAL, LATER
+from tinypod.runs.terminal import say
 
 KILLED = 128 + signal.SIGKILL
+GIVE_UP_AFTER_KILLS = 10
 HINT = (
     "SIGKILL comes from outside the run: if nobody sent it, the kernel's OOM killer may be the reason (`dmesg` says "
     "so), and the run needs more memory, or less batch"
@@ -35,9 +36,7 @@ def supervise(
     first_wait_s: float = 1.0,
     max_wait_s: float = 60.0,
     give_up_after: int = 3,
-    give_up_after_kills: int = 10,
     storage_patience_s: float = 3600.0,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Call `run_once` until it ends for good; returns the last exit code.
 
@@ -61,40 +60,23 @@ def supervise(
             elif code not in LATER or now.waited_s >= storage_patience_s:
                 now.failures += 1
             where = "before its first step" if step is None else f"at step {step}"
-            if now.failures >= give_up_after or now.kills >= give_up_after_kills:
+            if now.failures >= give_up_after or now.kills >= GIVE_UP_AFTER_KILLS:
                 times = now.kills if code == KILLED else now.failures
-                _say(
+                say(
                     console,
-                    f"[bold red]gave up:[/] the run ended {times} times {where}, at last with exit code {code}. "
+                    f"gave up: the run ended {times} times {where}, at last with exit code {code}. "
                     + (f"{HINT}. " if code == KILLED else "")
                     + "What it printed each time is in its log files; docs/reliability.md explains the exit codes",
+                    "bold red",
                 )
                 return code
             counted = f"{now.failures} of {give_up_after} failures"
             if now.kills:
-                counted += f", {now.kills} of {give_up_after_kills} kills"
-            _say(
-                console,
-                f"[yellow]the run ended with exit code {code} {where}; starting again in {now.next_wait_s:g} s[/] "
-                f"({counted} at this step)",
-            )
-            if _interrupted(signals, sleep, now.next_wait_s):
+                counted += f", {now.kills} of {GIVE_UP_AFTER_KILLS} kills"
+            again = f"starting again in {now.next_wait_s:g} s ({counted} at this step)"
+            say(console, f"the run ended with exit code {code} {where}; {again}", "yellow")
+            signals.sleep(now.next_wait_s)
+            if signals.came:
                 return 128 + signals.came[0]
             now.waited_s += now.next_wait_s
             now.next_wait_s = min(2 * now.next_wait_s, max_wait_s)
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, soft_wrap=True)
-
-
-def _interrupted(signals: Interrupts, sleep: Callable[[float], None], seconds: float) -> bool:
-    """Sleep; a signal ends that at once, which in Python only an exception can do."""
-    try:
-        signals.raises = True
-        if not signals.came:
-            sleep(seconds)
-        signals.raises = False
-    except Interrupted:
-        pass
-    return bool(signals.came)

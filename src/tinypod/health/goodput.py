@@ -7,18 +7,20 @@ back), and `down`, the time between the last sign of life of an attempt that cra
 start. After an attempt that was done, or that a person stopped, nobody waited: that gap is not counted.
 """
 
+import itertools
 import json
 import logging
 import math
-import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 from pydantic import BaseModel, ValidationError
 
 from tinypod.health.heartbeat import first_message
@@ -43,10 +45,10 @@ class Attempt(BaseModel):
     written: float  # the last sign of life
     host: str = "?"
     processes: int = 1
-    devices: int | None = None
-    device_kind: str | None = None
+    devices: int = 0
+    device_kind: str = "?"
     seconds: dict[str, float] = {}  # by phase
-    first_step: int | None = None  # restored, or 0; None: it did not get that far
+    first_step: int = 0  # the one restored
     last_step: int = 0
     steps_done: int = 0  # with those rolled back
     lost_s: float = 0.0  # of `stepping`, taken back by rollbacks
@@ -71,47 +73,34 @@ class _File(BaseModel):
 
 
 class Ledger:
-    """The books of this attempt; only process 0 has one. `Health` enters the phases and writes it now and then.
+    """The books of this attempt, kept by process 0. `Health` enters the phases and writes the file now and then.
 
     A start that ends before `begin` leaves no entry, and the file as it was: after a crash its time counts as `down`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        processes: int = 1,
-        *,
-        clock: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        import jax
-
+    def __init__(self, folder: Path, processes: int = 1) -> None:
         self.path = folder / FILE
-        self._clock, self._monotonic, self._jax = clock, monotonic, jax
         self._lock = threading.Lock()  # never held while a file is written: the loop would wait for a hung disk
         self._io_lock = threading.Lock()
         self._thread = threading.get_ident()
-        self._warned = self._closed = False
-        self._kind, self._entered = "starting", monotonic()
+        self.begun = self._warned = False
+        self._kind, self._entered = "starting", time.monotonic()
         self._written_at = -math.inf
         self._earlier: list[Attempt] = []
-        now = clock()
+        now = time.time()
         self._attempt = Attempt(started=now, written=now, host=socket.gethostname(), processes=processes)
+        self._seconds = self._attempt.seconds = defaultdict(float)
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         jax.monitoring.register_event_listener(self._on_event)
 
-    @property
-    def begun(self) -> bool:
-        return self._attempt.first_step is not None
-
     def begin(self, restored_step: int) -> None:
-        """The step that this attempt goes on from (0: a new run); asks JAX for its devices."""
-        devices = self._jax.devices()
-        if not self.begun:
-            self._earlier = self._read_or_set_aside()
+        """The step that this attempt resumes from; 0: a new run."""
+        devices = jax.devices()
+        self._earlier = self._read_or_set_aside()
         with self._lock:
             self._attempt.first_step = self._attempt.last_step = restored_step
             self._attempt.devices, self._attempt.device_kind = len(devices), devices[0].device_kind
+        self.begun = True
         self.write(now=True)
 
     def enter(self, kind: str) -> None:
@@ -123,7 +112,6 @@ class Ledger:
     def advance(self, step: int) -> None:
         """The step that the run is at."""
         with self._lock:
-            self._account()
             if self.begun and step > self._attempt.last_step:
                 self._attempt.steps_done += step - self._attempt.last_step
                 self._attempt.last_step = step
@@ -133,8 +121,7 @@ class Ledger:
         with self._lock:
             self._attempt.steps_done += max(0, from_step - self._attempt.last_step)
             self._attempt.last_step = to_step
-            if self._attempt.first_step is not None:  # back before where this attempt began
-                self._attempt.first_step = min(self._attempt.first_step, to_step)
+            self._attempt.first_step = min(self._attempt.first_step, to_step)  # perhaps before where it began
             self._attempt.lost_s += seconds
             self._attempt.rollbacks += 1
 
@@ -144,48 +131,45 @@ class Ledger:
             self._attempt.step_bytes = step_bytes
 
     def end(self, how: str, step: int) -> None:
-        """The last entry. JAX's listeners go; a second call changes nothing."""
-        if self._closed:
+        """The last entry; a second call changes nothing."""
+        if self._attempt.ended is not None:
             return
-        self._closed = True
         self.advance(step)
         with self._lock:
             self._attempt.ended = how
-        self._jax.monitoring.unregister_event_duration_listener(self._on_duration)
-        self._jax.monitoring.unregister_event_listener(self._on_event)
+        jax.monitoring.unregister_event_duration_listener(self._on_duration)
+        jax.monitoring.unregister_event_listener(self._on_event)
         self.write(now=True)
 
     def write(self, *, now: bool = False) -> None:
-        """To the file, after `begin`, at most every few seconds unless `now`. A disk that is full is told of once."""
-        if not self.begun or (not now and self._monotonic() - self._written_at < _WRITE_INTERVAL_S):
+        """To the file, after `begin`, at most every few seconds unless `now`. A full disk is reported once."""
+        if not self.begun or (not now and time.monotonic() - self._written_at < _WRITE_INTERVAL_S):
             return
-        self._written_at = self._monotonic()
+        self._written_at = time.monotonic()
         try:
             with self._io_lock:
                 replace_file(self.path, self.encode())
         except OSError as error:
             if not self._warned:
                 logger.warning(
-                    "%s cannot be written: %s. The run goes on; its goodput will be wrong.", self.path, error
+                    "%s cannot be written: %s. Training continues; its goodput will be wrong.", self.path, error
                 )
             self._warned = True
 
     def encode(self) -> bytes:
-        peak = self._peak_bytes()
+        """The file's content; after `begin`, because it asks the devices."""
+        stats = [device.memory_stats() or {} for device in jax.local_devices()]
         with self._lock:
             self._account()
-            self._attempt.written = self._clock()
-            self._attempt.peak_bytes = peak if peak is not None else self._attempt.peak_bytes
+            self._attempt.written = time.time()
+            self._attempt.peak_bytes = max(filter(None, (s.get("peak_bytes_in_use") for s in stats)), default=None)
             attempts = [attempt.model_dump() for attempt in (*self._earlier, self._attempt)]
         return json.dumps({"version": 1, "attempts": attempts}).encode() + b"\n"
 
     def _account(self) -> None:
-        now = self._monotonic()
-        self._add(self._kind, now - self._entered)
+        now = time.monotonic()
+        self._seconds[self._kind] += now - self._entered
         self._entered = now
-
-    def _add(self, kind: str, seconds: float) -> None:
-        self._attempt.seconds[kind] = self._attempt.seconds.get(kind, 0.0) + seconds
 
     def _on_duration(self, event: str, duration_secs: float, **_: Any) -> None:
         if event not in (_TRACE, _LOWER, _BACKEND):
@@ -196,21 +180,14 @@ class Ledger:
                 self._attempt.compile_s += duration_secs
             if threading.get_ident() == self._thread and self._kind != "compiling":  # others cost the loop no time
                 self._account()
-                moved = min(duration_secs, self._attempt.seconds[self._kind])
-                self._add(self._kind, -moved)
-                self._add("compiling", moved)
+                moved = min(duration_secs, self._seconds[self._kind])
+                self._seconds[self._kind] -= moved
+                self._seconds["compiling"] += moved
 
     def _on_event(self, event: str, **_: Any) -> None:
-        if event in (_CACHE_HIT, _CACHE_MISS):
-            with self._lock:
-                self._attempt.cache_hits += event == _CACHE_HIT
-                self._attempt.cache_misses += event == _CACHE_MISS
-
-    def _peak_bytes(self) -> int | None:
-        if self._attempt.devices is None:  # before `begin`, asking for devices could start JAX too early
-            return None
-        peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in self._jax.local_devices()]
-        return max((peak for peak in peaks if peak is not None), default=None)
+        with self._lock:
+            self._attempt.cache_hits += event == _CACHE_HIT
+            self._attempt.cache_misses += event == _CACHE_MISS
 
     def _read_or_set_aside(self) -> list[Attempt]:
         try:
@@ -218,14 +195,11 @@ class Ledger:
         except FileNotFoundError:
             return []
         except (OSError, ValueError) as error:
-            aside, number = self.path.with_name(FILE + ".damaged"), 1
-            while aside.exists():
-                aside, number = self.path.with_name(f"{FILE}.damaged.{number}"), number + 1
+            names = itertools.chain([f"{FILE}.damaged"], (f"{FILE}.damaged.{n}" for n in itertools.count(1)))
+            aside = next(path for path in map(self.path.with_name, names) if not path.exists())
             logger.warning("%s is damaged (%s); set aside as %s, a new one begins", self.path, error, aside.name)
-            try:
-                os.replace(self.path, aside)
-            except OSError as why:
-                logger.warning("%s could not be set aside: %s", self.path, why)
+            with suppress(OSError):
+                self.path.replace(aside)
             return []
 
 
@@ -251,7 +225,7 @@ class Goodput:
     cache_hits: int = 0
     peak_bytes: int | None = None
     step_bytes: int | None = None
-    hardware: str | None = None  # of the last attempt that knew
+    hardware: str | None = None  # of the last attempt
     unreadable: str | None = None
 
     @property
@@ -286,7 +260,6 @@ def summarise(folder: Path) -> Goodput:
         seconds[LOST] += lost_s
         if number > 0 and attempts[number - 1].interrupted:
             seconds[DOWN] += max(0.0, attempt.started - attempts[number - 1].written)
-    known = [attempt for attempt in attempts if attempt.devices is not None]
     return Goodput(
         seconds={kind: value for kind, value in seconds.items() if value > 0},
         attempts=len(attempts),
@@ -297,7 +270,7 @@ def summarise(folder: Path) -> Goodput:
         cache_hits=sum(attempt.cache_hits for attempt in attempts),
         peak_bytes=max((a.peak_bytes for a in attempts if a.peak_bytes is not None), default=None),
         step_bytes=next((a.step_bytes for a in reversed(attempts) if a.step_bytes is not None), None),
-        hardware=_hardware(known[-1]) if known else None,
+        hardware=_hardware(attempts[-1]) if attempts else None,
     )
 
 
@@ -305,10 +278,8 @@ def _lost(attempt: Attempt, later: list[Attempt]) -> tuple[int, float]:
     """Steps that a later attempt went back before or a rollback took back, and their share of the stepping."""
     stepping = attempt.seconds.get("stepping", 0.0)
     rolled_back_s = min(attempt.lost_s, stepping)
-    if attempt.first_step is None:
-        return 0, rolled_back_s
     net = attempt.last_step - attempt.first_step
-    kept_to = min((a.first_step for a in later if a.first_step is not None), default=attempt.last_step)
+    kept_to = min((a.first_step for a in later), default=attempt.last_step)
     lost = min(max(0, attempt.last_step - kept_to), net)
     share = lost / net if net > 0 else 0.0
     return lost + max(0, attempt.steps_done - net), rolled_back_s + share * (stepping - rolled_back_s)

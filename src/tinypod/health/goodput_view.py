@@ -22,6 +22,7 @@ _MEANINGS = {
     LOST: ("red", "steps done again after a restart or rollback"),
     DOWN: ("bright_red", "no process, between a crash or preemption and the next start"),
 }
+_UNKNOWN = ("white", "")  # of a newer version
 _BAR_WIDTH = 78
 _CELLS = {"stepping": "█", LOST: "▒", DOWN: "░"}
 
@@ -39,7 +40,7 @@ def render(goodput: Goodput) -> RenderableType:
     for justify in ("left", "right", "right", "left"):
         table.add_column(justify=justify)
     for kind in _kinds(goodput):
-        colour, meaning = _MEANINGS.get(kind, ("white", ""))
+        colour, meaning = _MEANINGS.get(kind, _UNKNOWN)
         name = Text.assemble((f"{_CELLS.get(kind, '▓')} ", colour), kind)
         table.add_row(name, duration(goodput.seconds[kind]), f"{goodput.share(kind):.1%}", Text(meaning, style="dim"))
     return Group(headline, _bar(goodput), table, *(Text(line, style="dim") for line in _facts(goodput)))
@@ -51,15 +52,12 @@ def _kinds(goodput: Goodput) -> list[str]:
 
 
 def _bar(goodput: Goodput) -> Text:
-    """Cells by largest remainder, so that the bar is always as wide."""
-    kinds = _kinds(goodput)
-    exact = [goodput.share(kind) * _BAR_WIDTH for kind in kinds]
-    cells = [int(width) for width in exact]
-    spare = sorted(range(len(kinds)), key=lambda i: cells[i] - exact[i])[: _BAR_WIDTH - sum(cells)]
-    bar = Text()
-    for i, kind in enumerate(kinds):
-        cell = _CELLS.get(kind, "▓")  # to be told apart in a log without colours, too
-        bar.append(cell * (cells[i] + (i in spare)), style=_MEANINGS.get(kind, ("white", ""))[0])
+    """Each kind ends where the sum of the shares up to it does, so that the bar is always as wide."""
+    bar, share = Text(), 0.0
+    for kind in _kinds(goodput):
+        share += goodput.share(kind)
+        cell = _CELLS.get(kind, "▓")  # distinct in a log without colours, too
+        bar.append(cell * (round(share * _BAR_WIDTH) - len(bar)), style=_MEANINGS.get(kind, _UNKNOWN)[0])
     return bar
 
 
@@ -71,13 +69,10 @@ def _facts(goodput: Goodput) -> list[str]:
     if goodput.compiles:
         hits = f", {goodput.cache_hits} of them from the cache" if goodput.cache_hits else ""
         lines.append(f"XLA: {goodput.compiles:,} compiles in {duration(goodput.compile_s)}{hits}")
-    memory = []
     if goodput.step_bytes is not None:
-        memory.append(f"the step needs {size(goodput.step_bytes)} a device")
+        lines.append(f"memory: the step needs {size(goodput.step_bytes)} a device")
     if goodput.peak_bytes is not None:
-        memory.append(f"the fullest device reached {size(goodput.peak_bytes)}")
-    if memory:
-        lines.append(f"memory: {', '.join(memory)}")
+        lines.append(f"memory: the fullest device reached {size(goodput.peak_bytes)}")
     if goodput.hardware is not None:
         lines.append(f"on {goodput.hardware}")
     return lines

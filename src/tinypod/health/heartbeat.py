@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tinypod.runs.storage import replace_file
 
-FOLDER = "health"
 SILENT_AFTER = 3  # heartbeats missed before a process counts as silent
 DEADLINE, LOST_CONTACT = "deadline", "a computation over all processes failed"
 _WAITED = (f"failed: {DEADLINE}", f"failed: {LOST_CONTACT}")  # ends of those who waited for another: not to blame
@@ -47,7 +46,14 @@ class Heartbeat(BaseModel):
 
     def is_gone(self) -> bool:
         """On this host, whether its process exists can be asked."""
-        return self.host == socket.gethostname() and not _is_alive(self.pid)
+        if self.host == socket.gethostname():
+            try:
+                os.kill(self.pid, 0)
+            except ProcessLookupError:
+                return True
+            except (PermissionError, OverflowError):  # another user's, or no process id
+                return False
+        return False
 
     def encode(self) -> bytes:
         return self.model_dump_json(exclude={"unreadable"}).encode() + b"\n"
@@ -70,13 +76,12 @@ def read_heartbeats(folder: Path) -> list[Heartbeat]:
 def read_heartbeat(folder: Path, process: int) -> Heartbeat:
     try:
         beat = Heartbeat.model_validate_json(heartbeat_path(folder, process).read_bytes())
+        why = None if beat.process == process else f"it is of process {beat.process}"
     except ValidationError as error:
-        return Heartbeat(process=process, unreadable=first_message(error))
+        why = first_message(error)
     except OSError as error:
-        return Heartbeat(process=process, unreadable=str(error))
-    if beat.process != process:
-        return Heartbeat(process=process, unreadable=f"it is of process {beat.process}")
-    return beat
+        why = str(error)
+    return beat if why is None else Heartbeat(process=process, unreadable=why)
 
 
 def first_message(error: ValidationError) -> str:
@@ -85,7 +90,7 @@ def first_message(error: ValidationError) -> str:
 
 
 def suspects(beats: list[Heartbeat], count: int, now: float) -> list[str]:
-    """Who keeps the others waiting: those gone or silent, else those furthest behind, else nobody can be told apart."""
+    """Who keeps the others waiting: those gone or silent, else those furthest behind, else nobody in particular."""
     if texts := unwell(beats, count, now):
         return texts
     behind = min(beat.step for beat in beats)
@@ -108,7 +113,7 @@ def unwell(beats: list[Heartbeat], count: int, now: float) -> list[str]:
             if not beat.ended.startswith(_WAITED):
                 texts.append(f"{beat.name} has ended ({beat.ended}); {doing}")
         elif beat.is_gone():
-            texts.append(f"{beat.name} is gone without a word; {doing}")
+            texts.append(f"{beat.name} is gone (no such process); {doing}")
         elif beat.is_silent(now):
             texts.append(f"{beat.name} has been silent for {beat.age(now):.0f} s; {doing}")
     return texts
@@ -119,13 +124,3 @@ def describe(beat: Heartbeat, now: float) -> str:
         return f"process {beat.process}: unreadable heartbeat"
     ended = f", ended: {beat.ended}" if beat.ended else ""
     return f"{beat.name}: {beat.phase} at step {beat.step}, last heartbeat {beat.age(now):.1f} s ago{ended}"
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True

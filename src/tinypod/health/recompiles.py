@@ -21,7 +21,7 @@ _INSIDE = (f"{Path(jax.__file__).parent}{os.sep}", __file__, "<")  # files that 
 
 class CompileGuard:
     """Reports what the thread that entered it compiles after `warm`. `phase` says what the process is doing; `warn` is
-    told where `on_recompile` is "warn"."""
+    called where `on_recompile` is "warn"."""
 
     def __init__(
         self,
@@ -49,16 +49,15 @@ class CompileGuard:
     def check(self) -> None:
         """Raise, or warn of, what was compiled since the last check."""
         found, self._found = self._found, []
-        if not found:
-            return
         if self._on_recompile == "warn":
             for text in found:
                 self._warn(text)
+        if not found or self._on_recompile == "warn":
             return
         more = f"\n(and {len(found) - 1} more)" if len(found) > 1 else ""
         raise RecompileError(
             f"{found[0]}{more}\nCall it with the same types and static values each time, and compile it before the "
-            "loop; or go on all the same with health.on_recompile=warn"
+            "loop; or continue all the same with health.on_recompile=warn"
         )
 
     def _on_event(self, event: str, duration_secs: float, **about: Any) -> None:

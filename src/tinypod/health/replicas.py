@@ -26,7 +26,8 @@ def make_replica_check(mesh: Mesh, specs: Any) -> Callable[[Any], None]:
 
     Collective: all processes call it, and all of them raise. The first call compiles.
     """
-    flat_specs = _flatten_specs(specs)
+    leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    flat_specs: dict[str, PartitionSpec] = {path_of(path): spec for path, spec in leaves}
     shardings = {name: NamedSharding(mesh, spec) for name, spec in flat_specs.items()}
 
     def of_this_device(flat: dict[str, Array]) -> Array:
@@ -51,11 +52,6 @@ def make_replica_check(mesh: Mesh, specs: Any) -> Callable[[Any], None]:
             raise _error(wrong, len(flat_specs))
 
     return check
-
-
-def _flatten_specs(specs: Any) -> dict[str, PartitionSpec]:
-    leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    return {path_of(path): spec for path, spec in leaves}
 
 
 def _compare(sums: np.ndarray, spec: PartitionSpec, mesh: Mesh) -> str | None:
@@ -85,6 +81,6 @@ def _error(wrong: dict[str, str], count: int) -> CorruptionError:
     more = [f"  and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
     return CorruptionError(
         "\n".join([f"copies of {len(wrong)} of {count} weights differ between devices:", *lines, *more])
-        + "\nThe memory or arithmetic of a device is at fault. Go on from the last checkpoint without that machine; "
+        + "\nThe memory or arithmetic of a device is at fault. Resume from the last checkpoint without that machine; "
         "checkpoints since the last replica check that passed may hold the fault"
     )

@@ -19,6 +19,7 @@ from tinypod.errors import UserError
 from tinypod.health import goodput, goodput_view, heartbeat
 from tinypod.health.heartbeat import Heartbeat
 from tinypod.runs import storage
+from tinypod.runs.folder import HEALTH
 from tinypod.runs.terminal import duration
 
 _SLOW = 1.2  # times the median of all processes
@@ -49,12 +50,12 @@ class RunStatus:
 
 def read_status(run_folder: Path, now: float, checkpoints: Path | str | None = None) -> RunStatus:
     """Of a run that may be running, ended or dead; reads files only. `checkpoints`: where they are, if not beside."""
-    if not (run_folder / "config.yaml").exists() and not (run_folder / heartbeat.FOLDER).exists():
+    if not (run_folder / "config.yaml").exists() and not (run_folder / HEALTH).exists():
         raise UserError(
-            f"{run_folder} is not a run folder: it has neither config.yaml nor {heartbeat.FOLDER}/. Give the folder "
+            f"{run_folder} is not a run folder: it has neither config.yaml nor {HEALTH}/. Give the folder "
             "that `tinypod train` wrote to, e.g. runs/demo"
         )
-    beats = heartbeat.read_heartbeats(run_folder / heartbeat.FOLDER)
+    beats = heartbeat.read_heartbeats(run_folder / HEALTH)
     count = beats[0].count if beats and beats[0].process == 0 else 0
     beats = [beat for beat in beats if not count or beat.process < count]  # not of an earlier start with more
     processes = judge(beats, now)
