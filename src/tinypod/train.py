@@ -36,7 +36,7 @@ from tinypod.runs.folder import HEALTH, Run, lock, with_absolute_paths
 from tinypod.runs.metrics import MetricsLog, Stopwatch
 from tinypod.runs.profiling import Profiler
 from tinypod.runs.record import check_config, write_config
-from tinypod.runs.run_log import RunLog, decode_scores, encode_scores, read_scores
+from tinypod.runs.run_log import RunLog, read_scores
 from tinypod.runs.saver import Restored, Saver
 from tinypod.runs.terminal import TrainingProgress, say, warn
 from tinypod.sharding import describe_mesh, num_batch_shards
@@ -212,10 +212,7 @@ def _out_of_memory(error: Exception, experiment: Experiment) -> DeviceMemoryErro
 def _restore(attempt: Attempt, from_step: int | None) -> tuple[Saver, RunLog, Restored]:
     """The state to resume from; with `from_step`, newer checkpoints are set aside once that one is known good."""
     experiment, run, console, cluster, *_ = attempt
-    timeout_s = experiment.config.health.restore_timeout_s
-    metric = None if experiment.best is None else experiment.best.name
-    known = read_scores(run.folder, metric) if cluster.is_primary else {}
-    scores = decode_scores(cluster.agree("scores", encode_scores(known), timeout_s))
+    scores = read_scores(run.folder, experiment) if cluster.is_primary else {}
     saver = Saver(run, experiment, cluster, console, scores)
     log = RunLog(run, experiment, scores, primary=cluster.is_primary)
     step = saver.latest(from_step)

@@ -10,7 +10,7 @@ from matplotlib.image import imread
 
 from tinypod.runs import curves as report
 from tinypod.runs.curves import plot_curves, summary
-from tinypod.runs.metrics import MetricsLog
+from tinypod.runs.metrics import MetricsLog, make_row
 from tinypod.tasks.puzzle_scores import HEADLINE
 from tinypod.tasks.task import Metric
 
@@ -39,7 +39,7 @@ def _curves(axes: Axes) -> dict[str, np.ndarray]:
 def _write(run_dir: Path, *rows: tuple[int, dict[str, float]]) -> None:
     log = MetricsLog(run_dir)
     for step, values in rows:
-        log.write(step, values)
+        log.append(make_row(step, values))
     log.close()
 
 

@@ -6,13 +6,14 @@ import signal
 import struct
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from test_metrics import rows_of
 
 from tinypod.errors import UserError
-from tinypod.experiment import WandbConfig
+from tinypod.experiment import LogConfig, WandbConfig
 from tinypod.runs.metrics import MetricsLog, open_metrics
 from tinypod.runs.mirrors import WandbMirror
 
@@ -21,19 +22,17 @@ from tinypod.runs.mirrors import WandbMirror
 _WRITER = """
 import os, signal, sys
 from pathlib import Path
-from tinypod.experiment import WandbConfig
-from tinypod.runs.metrics import open_metrics
+from tinypod.experiment import LogConfig, WandbConfig
+from tinypod.runs.metrics import make_row, open_metrics
 run_dir, mirror, resume, last, kill = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
 wandb = WandbConfig(project="tests", mode="offline") if mirror == "wandb" else None
-metrics = open_metrics(
-    run_dir, tensorboard=mirror == "tensorboard", wandb=wandb, config={"lr": 0.1}, resume_step=resume
-)
+metrics = open_metrics(run_dir, LogConfig(tensorboard=mirror == "tensorboard", wandb=wandb), {"lr": 0.1}, resume)
 for step in range(resume + 1, last + 1):
     metrics.write(step, {"train/loss": 1 / step, "train/odd": float("nan") if step % 2 else float("inf")})
     if step % 2 == 0:
         metrics.write(step, {"eval/exact_accuracy": step / 100})
 if kill:
-    metrics.log.write(last + 1, {"train/loss": 99.0})
+    metrics.log.append(make_row(last + 1, {"train/loss": 99.0}))
     with open(run_dir / "metrics.jsonl", "ab") as file:
         file.write(b'{"step": 1')
     os.kill(os.getpid(), signal.SIGKILL) if kill == 1 else os.killpg(0, signal.SIGKILL)
@@ -179,7 +178,7 @@ class _Server:
 
 def _train(run_dir: Path, resume: int, last: int, *, kill: bool = False, scale: float = 1.0) -> None:
     settings = WandbConfig(project="tests", mode="online")
-    metrics = open_metrics(run_dir, tensorboard=False, wandb=settings, config={}, resume_step=resume)
+    metrics = open_metrics(run_dir, LogConfig(tensorboard=False, wandb=settings), {}, resume)
     for step in range(resume + 1, last + 1):
         metrics.write(step, {"train/loss": scale / step})
         if step % 2 == 0:
@@ -232,7 +231,7 @@ def test_online_wandb_is_overwritten_after_a_rewind(
 
 def test_rows_rewritten_while_wandb_was_off_replace_the_old(tmp_path: Path, server: _Server) -> None:
     _train(tmp_path, 0, 6)
-    with open_metrics(tmp_path, tensorboard=False, wandb=None, config={}, resume_step=2) as metrics:
+    with closing(open_metrics(tmp_path, LogConfig(tensorboard=False), {}, 2)) as metrics:
         for step in range(3, 12):
             metrics.write(step, {"train/loss": 7.0})
     _train(tmp_path, 11, 12)
@@ -260,7 +259,7 @@ def test_wandb_missing_stops_a_new_run_but_not_one_that_goes_on(
 def test_disabled_wandb_needs_no_package_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     settings = WandbConfig(project="tests", mode="disabled")
-    with open_metrics(tmp_path, tensorboard=False, wandb=settings, config={}, resume_step=0) as metrics:
+    with closing(open_metrics(tmp_path, LogConfig(tensorboard=False, wandb=settings), {}, 0)) as metrics:
         metrics.write(1, {"train/loss": 1.0})
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 

@@ -6,9 +6,8 @@ its name last, a `gs://` folder its marker `commit_success.txt`. Orbax does not 
 restore recomputes the checksums. A checkpoint that cannot be read is refused and left as it is, and the one before it
 is offered. Scores are no part of a checkpoint, because they may come later: whoever opens the folder knows them.
 
-With several processes each constructs `Checkpoints` and makes the same calls of save, wait, restore and
-set_aside_after in the same order; process 0 alone moves, removes and chooses what is removed. They meet at barriers
-that have deadlines.
+With several processes each makes the same calls of save, wait, restore and set_aside_after in the same order; process 0
+alone moves, removes and chooses what is removed. They meet at barriers that have deadlines.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,10 +25,8 @@ from tinypod.errors import CheckpointError, UserError
 from tinypod.runs import failures, orbax_manager, primary, set_aside, storage
 from tinypod.runs.checksums import checksums, flatten, make_checksums, replicated_like
 from tinypod.runs.failures import CHECKSUMS
-from tinypod.runs.failures import VanishedError as VanishedError
-from tinypod.runs.retention import Retention, ScoreOf, best_of
-from tinypod.runs.set_aside import SET_ASIDE as SET_ASIDE
-from tinypod.runs.set_aside import Incomplete as Incomplete
+from tinypod.runs.retention import Retention, ScoreOf
+from tinypod.runs.set_aside import Incomplete
 from tinypod.step import TrainState
 
 
@@ -46,28 +43,24 @@ class Checkpoints:
         *,
         keep_last: int | None = None,
         keep_every_hours: float | None = None,
-        score_of: ScoreOf | None = None,
+        score_of: ScoreOf = lambda step: None,
         best_mode: Literal["max", "min"] = "max",
         read_only: bool = False,
         timeout_s: int = 600,
     ) -> None:
         self.folder = storage.folder(folder)
-        self._score_of, self._best_mode, self._read_only, self._timeout_s = score_of, best_mode, read_only, timeout_s
+        self._read_only, self._timeout_s = read_only, timeout_s
         self._retention = Retention(keep_last, keep_every_hours, score_of, best_mode, self._in_primary)
         self._remote = storage.is_remote(self.folder)
         self._checksums: Callable[[dict[str, Array]], Array] = checksums
-        self._known_steps: list[int] = []
-        self._complete: list[int] = []  # before the save at hand
         self._last_tried: int | None = None
         self._failed: set[int] = set()  # steps whose save failed: what was still on its way may have come after
         self._manager: Any = self._open()
-        self._complete = self.steps()
+        self._complete = self.steps()  # before the save at hand
 
     def steps(self) -> list[int]:
         """Complete ones, and the one that is being saved; as of the last look (see `reload`)."""
-        if self._manager is not None:
-            self._known_steps = sorted(self._manager.all_steps())
-        return self._known_steps
+        return self._complete if self._manager is None else sorted(self._manager.all_steps())
 
     def reload(self) -> None:
         """Look into the folder again: another process may have saved and removed checkpoints."""
@@ -79,7 +72,7 @@ class Checkpoints:
 
     def best(self) -> tuple[int, float] | None:
         """The step with the best score, and that score; of equals the latest. None: no checkpoint has a score."""
-        return best_of(self.steps(), self._score_of, self._best_mode)
+        return self._retention.best(self.steps())
 
     def incomplete(self) -> list[Incomplete]:
         """What looks like a checkpoint and is not complete. It is kept, unless a save of ours was cut off there."""
@@ -120,13 +113,11 @@ class Checkpoints:
                 self._manager.close()
                 self._tidy()
 
-    def restore(self, step: int, abstract: TrainState) -> TrainState:
-        """The state of a step in the shapes and shardings asked for; else an error that says what differs."""
-        return _unflatten(self._read(step, flatten(abstract), whole=True), abstract)
-
-    def restore_part(self, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
-        """A part of a state, such as {"params": …, "ema": …}, as `restore` gives the whole; reads nothing else."""
-        return _unflatten(self._read(step, flatten(abstract), whole=False), abstract)
+    def restore(self, step: int, abstract: Any) -> Any:
+        """A TrainState, or a part such as {"params": …, "ema": …}, in the shapes and shardings asked for; of a part
+        nothing else is read. An error says what differs."""
+        flat = self._read(step, flatten(abstract), whole=isinstance(abstract, TrainState))
+        return jax.tree.unflatten(jax.tree.structure(abstract), [flat[name] for name in flatten(abstract)])
 
     def info(self, step: int) -> dict[str, Any]:
         """What was stored beside the state: the config, the dataset's hashes."""
@@ -182,7 +173,7 @@ class Checkpoints:
             manager = self._opened()
             # In an object store, for several processes, another one: in those that do not commit, the one that has
             # saved goes on to take the last checkpoint for unfinished (Orbax 0.12).
-            if self._remote and not self._read_only and primary.processes() is not None:
+            if self._remote and not self._read_only and primary.cluster().count > 1:
                 manager.wait_until_finished()
                 with self._new_manager(read_only=True) as reader:
                     yield reader
@@ -205,7 +196,6 @@ class Checkpoints:
         except UserError:
             raise
         except Exception as error:  # Orbax and TensorStore raise bare Exceptions too
-            self._known_steps = self._complete
             if self._last_tried is not None:
                 self._failed.add(self._last_tried)
             self._reopen()
@@ -213,8 +203,7 @@ class Checkpoints:
 
     def _make_way(self, step: int) -> None:
         self._tidy()
-        if step not in self.steps():
-            set_aside.make_way(self.folder, step)
+        set_aside.make_way(self.folder, step)
 
     def _tidy(self) -> None:
         """Between saves, in process 0: what was deleted, and what failed saves left, which may still have come in."""
@@ -229,21 +218,29 @@ class Checkpoints:
                 self._failed.clear()
 
     def _open(self) -> Any:
-        with orbax_manager.explained(self.folder):
+        try:
             if not self._read_only:
-                self._in_primary("opening", lambda: set_aside.clean(self.folder))
+                self._in_primary("opening", self._make_folder)
             return self._new_manager(self._read_only)
+        except UserError:
+            raise
+        except Exception as error:  # Orbax and TensorStore raise bare Exceptions too
+            raise failures.not_opened(self.folder, error) from error
+
+    def _make_folder(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        set_aside.clean(self.folder)
 
     def _new_manager(self, read_only: bool) -> Any:
         retention = None if read_only else self._retention
-        return orbax_manager.open_manager(self.folder, retention, primary.processes(), self._timeout_s)
+        return orbax_manager.open_manager(self.folder, retention, primary.cluster().count, self._timeout_s)
 
     def _reopen(self) -> None:
         """After a failure the manager remembers steps that it did not save; what counts is what is there.
 
         Not with several processes: opening is for all of them, a failure may be one's own, and their run ends with it.
         """
-        if primary.processes() is not None:
+        if primary.cluster().count > 1:
             return
         if self._manager is not None:
             with suppress(Exception):
@@ -259,7 +256,3 @@ class Checkpoints:
 
     def _in_primary(self, name: str, work: Callable[[], Any]) -> Any:
         return primary.in_primary(f"checkpoints: {name}", work, self.folder, self._timeout_s)
-
-
-def _unflatten(flat: dict[str, Any], like: Any) -> Any:
-    return jax.tree.unflatten(jax.tree.structure(like), [flat[name] for name in flatten(like)])

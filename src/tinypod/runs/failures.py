@@ -1,5 +1,5 @@
-"""What it means that a checkpoint cannot be saved, or cannot be read: of another model, gone, on a disk or store in
-trouble, or damaged. It is called damaged only where nothing else can be the reason."""
+"""What it means that checkpoints cannot be opened, saved or read: of another model, gone, on a disk or store in
+trouble, or damaged. One is called damaged only where nothing else can be the reason."""
 
 import errno
 import re
@@ -14,12 +14,12 @@ from etils import epath
 
 from tinypod.errors import CheckpointError, DamagedError, StorageError
 from tinypod.runs import storage
-from tinypod.runs.orbax_manager import Leaf
-from tinypod.runs.set_aside import MARKER, SET_ASIDE
+from tinypod.runs.set_aside import SET_ASIDE
 
 CHECKSUMS = "checksums"  # the leaf beside the state's own
 REFUSED = re.compile(r"PERMISSION_DENIED|RESOURCE_EXHAUSTED|Permission denied|Too many open|Input/output error")
 LOOK_AGAIN_S = 1.0
+Leaf = tuple[tuple[int, ...], Any]  # shape and dtype
 
 
 class VanishedError(CheckpointError):
@@ -28,13 +28,22 @@ class VanishedError(CheckpointError):
     exit_code = StorageError.exit_code  # starting again takes another one
 
 
+def not_opened(folder: epath.Path, error: Exception) -> Exception:
+    """The error to raise in place of one that came out of opening a folder."""
+    if storage.is_remote(folder) and (
+        isinstance(error, OSError) or storage.status_of(error) or storage.is_outage(error)
+    ):
+        return storage.explain(folder, error)
+    if isinstance(error, OSError):
+        return error
+    return CheckpointError(f"{folder}: a checkpoint here cannot be read: {storage.first_line(error)}")
+
+
 def not_saved(folder: epath.Path, error: Exception, latest: int | None) -> StorageError:
     """The error to raise in place of one that came out of a save."""
-    explicable = "No space left" in str(error) or (storage.is_remote(folder) and storage.is_outage(error))
-    why = storage.reason(error) if explicable else storage.first_line(error)
     kept = "there is no complete one yet" if latest is None else f"the latest complete one is step {latest}"
     return StorageError(
-        f"{folder}: saving a checkpoint failed: {why}; {kept}. "
+        f"{folder}: saving a checkpoint failed: {storage.reason(folder, error)}; {kept}. "
         "Free some space or mend the folder; a run that has ended goes on with the same command"
     )
 
@@ -48,7 +57,7 @@ def not_read(folder: epath.Path, step: int, error: Exception, steps: Iterable[in
     if not outage and _is_gone(path):
         return _vanished(path)
     if outage or _may_pass(error):
-        why = storage.reason(error)
+        why = storage.reason(folder, error)
         return StorageError(f"{path} cannot be read now: {why}. It was left as it is; start again later")
     return _damaged(folder, step, storage.first_line(error), steps)
 
@@ -61,17 +70,17 @@ def wrong_contents(folder: epath.Path, step: int, why: str, steps: Iterable[int]
 def check_same_model(path: epath.Path, wanted: dict[str, Any], stored: dict[str, Leaf], *, whole: bool) -> None:
     """Shapes and types of what is wanted; with `whole`, also that there is nothing else."""
     lines = []
-    names = ((stored.keys() | wanted.keys()) if whole else wanted.keys()) - {CHECKSUMS}
+    ours = {name: (tuple(leaf.shape), jnp.dtype(leaf.dtype)) for name, leaf in wanted.items()}
+    names = (stored.keys() | ours.keys() if whole else ours.keys()) - {CHECKSUMS}
     for name in sorted(names, key=lambda name: (not name.startswith("params."), name)):
-        ours = (tuple(wanted[name].shape), jnp.dtype(wanted[name].dtype)) if name in wanted else None
-        if stored.get(name) != ours:
-            lines.append(f"{name}: {_describe(stored.get(name))} in the checkpoint, {_describe(ours)} in this config")
+        there, here = stored.get(name), ours.get(name)
+        if there != here:
+            lines.append(f"{name}: {_describe(there)} in the checkpoint, {_describe(here)} in this config")
     if lines:
-        shown = lines[:8] + ([f"and {len(lines) - 8} more"] if len(lines) > 8 else [])
+        shown = "\n  ".join(lines[:8] + ([f"and {len(lines) - 8} more"] if len(lines) > 8 else []))
         raise CheckpointError(
-            f"{path} is of another model or state:\n  "
-            + "\n  ".join(shown)
-            + "\nIt was left as it is. Use the run's own config, or another --run folder"
+            f"{path} is of another model or state:\n  {shown}\n"
+            "It was left as it is. Use the run's own config, or another --run folder"
         )
 
 
@@ -85,22 +94,20 @@ def _is_gone(path: epath.Path) -> bool:
     before: list[str] | None = None
     with storage.explained(path):
         while (files := sorted(storage.files_under(path))) != before:
-            if MARKER not in files:
+            if storage.MARKER not in files:
                 return True
             before = files
             time.sleep(LOOK_AGAIN_S)
     return False
 
 
-def _may_pass(error: BaseException | None) -> bool:
+def _may_pass(error: BaseException) -> bool:
     """Whether a file system that refused (no rights, no handles, no network) is behind an error."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
-            return True
-        if REFUSED.search(str(error)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(
+        (isinstance(link, OSError) and link.errno not in (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR))
+        or REFUSED.search(str(link))
+        for link in storage.chain(error)
+    )
 
 
 def _vanished(path: epath.Path) -> VanishedError:

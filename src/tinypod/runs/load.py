@@ -8,7 +8,8 @@ from tinypod import sharding
 from tinypod.errors import CheckpointError, ConfigError, UserError
 from tinypod.experiment import Experiment, ExperimentConfig, build
 from tinypod.runs import storage
-from tinypod.runs.checkpoints import Checkpoints, VanishedError
+from tinypod.runs.checkpoints import Checkpoints
+from tinypod.runs.failures import VanishedError
 from tinypod.runs.folder import CONFIG, Run, read_config
 from tinypod.runs.run_log import read_scores
 from tinypod.runs.saver import open_checkpoints
@@ -37,8 +38,7 @@ def load_weights(run: Run, overrides: list[str], checkpoint: str, weights: str |
             raise CheckpointError(f"{run}: no checkpoint yet; train it first")
     experiment = build(_on_these_devices(config))
     weights = weights or config.eval.weights
-    scored = experiment.best is not None and weights == config.eval.weights
-    scores = read_scores(run.folder, experiment.best.name) if scored and experiment.best else {}
+    scores = read_scores(run.folder, experiment) if weights == config.eval.weights else {}
     checkpoints = open_checkpoints(run, experiment, scores, read_only=True)
     for tries_left in reversed(range(TRIES)):
         step = pick_step(checkpoints, checkpoint, run)
@@ -57,7 +57,7 @@ def _read(checkpoints: Checkpoints, experiment: Experiment, step: int, weights: 
     if weights == "ema":
         evaluation_params(state.params, state.ema, weights)  # an error where no averages are kept
         part = {"params": select(state.params, lambda path: not is_trained(experiment.task, path)), "ema": state.ema}
-    restored = checkpoints.restore_part(step, part)
+    restored = checkpoints.restore(step, part)
     return evaluation_params(restored["params"], restored.get("ema", {}), weights)
 
 
@@ -73,12 +73,9 @@ def _on_these_devices(config: ExperimentConfig) -> ExperimentConfig:
 def pick_step(checkpoints: Checkpoints, wanted: str, run: Run) -> int:
     if wanted.isdigit():
         return int(wanted)
-    latest = checkpoints.latest()
+    latest, best = checkpoints.latest(), checkpoints.best()
     if latest is None:
         raise CheckpointError(f"{run}: no checkpoint yet; train it first")
-    if wanted == "latest":
-        return latest
-    if wanted == "best":
-        best = checkpoints.best()
-        return best[0] if best is not None else latest
+    if wanted in ("best", "latest"):
+        return best[0] if wanted == "best" and best is not None else latest
     raise UserError(f"--checkpoint {wanted}: expected `best`, `latest` or a step, one of {checkpoints.steps()}")

@@ -9,8 +9,6 @@ A run that goes on from step S first drops the rows after S, which it will write
 (`mirrors.py`) make themselves equal to the log.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -22,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tinypod.errors import StorageError, UserError
-from tinypod.experiment import WandbConfig
+from tinypod.experiment import LogConfig
 from tinypod.runs.mirrors import Mirror, Row, TensorBoardMirror, WandbMirror
 from tinypod.runs.storage import replace_file
 
@@ -33,9 +31,7 @@ _MIRROR_FAILED = "%s %s: %s. Training goes on, and metrics.jsonl has every row."
 
 def make_row(step: int, values: Mapping[str, float]) -> Row:
     assert not {"step", "time"} & values.keys(), "step and time are the row's own columns"
-    row: Row = {"step": int(step), "time": time.time()}
-    row.update((name, float(value)) for name, value in values.items())
-    return row
+    return {"step": int(step), "time": time.time()} | {name: float(value) for name, value in values.items()}
 
 
 class MetricsLog:
@@ -44,12 +40,6 @@ class MetricsLog:
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / "metrics.jsonl"
         self._file: io.FileIO | None = None
-
-    def write(self, step: int, values: Mapping[str, float]) -> Row:
-        """Appends a row and returns it."""
-        row = make_row(step, values)
-        self.append(row)
-        return row
 
     def append(self, row: Row) -> None:
         """One system call: a kill leaves at most one cut last line."""
@@ -142,9 +132,8 @@ class Metrics:
         try:
             self.flush()
         except StorageError as error:
-            logger.warning(
-                "%s. %d rows of metrics are lost; the next start writes them again", error, len(self._waiting)
-            )
+            lost = len(self._waiting)
+            logger.warning("%s. %d rows of metrics are lost; the next start writes them again", error, lost)
         self.log.close()
         while self.mirrors:
             name, mirror = self.mirrors.popitem()
@@ -153,25 +142,17 @@ class Metrics:
             except Exception as error:
                 logger.warning(_MIRROR_FAILED, name, "did not close", error)
 
-    def __enter__(self) -> Metrics:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(failed=kind is not None)
-
-
-def open_metrics(
-    run_dir: Path, *, tensorboard: bool, wandb: WandbConfig | None, config: dict[str, Any], resume_step: int
-) -> Metrics:
+def open_metrics(run_dir: Path, settings: LogConfig, config: dict[str, Any], resume_step: int) -> Metrics:
     """Rewinds the log to the step restored (0: the run starts over and no row stays) and opens the mirrors.
 
     A mirror that cannot start stops a new run with an error; a run that goes on does without it.
     """
-    log = MetricsLog(run_dir)
+    log, wandb = MetricsLog(run_dir), settings.wandb
     log.rewind(resume_step if resume_step > 0 else -1)
     rows = log.read()
     openers: dict[str, Callable[[], Mirror]] = {}
-    if tensorboard:
+    if settings.tensorboard:
         openers["TensorBoard"] = lambda: TensorBoardMirror(run_dir, rows)
     if wandb is not None and wandb.mode != "disabled":
         openers["W&B"] = lambda: WandbMirror(run_dir, wandb, config, rows)

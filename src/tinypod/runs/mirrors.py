@@ -35,23 +35,19 @@ class TensorBoardMirror:
         for old in folder.glob(f"events.out.tfevents.*{_EVENT_FILE_SUFFIX}"):
             old.unlink()
         self._events = EventsWriter(str(folder / "events"), _EVENT_FILE_SUFFIX)
-        for row in rows:
-            self._add(row)
-        self._events.flush()
+        self.write(*rows)
 
-    def write(self, row: Row) -> None:
-        self._add(row)
+    def write(self, *rows: Row) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        for row in rows:
+            values = Summary(value=[Summary.Value(tag=k, simple_value=v) for k, v in _metrics(row).items()])
+            self._events.write_event(Event(wall_time=row["time"], step=row["step"], summary=values))
         self._events.flush()
 
     def close(self, *, failed: bool = False) -> None:
         self._events.close()
-
-    def _add(self, row: Row) -> None:
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.proto.summary_pb2 import Summary
-
-        values = Summary(value=[Summary.Value(tag=k, simple_value=v) for k, v in _metrics(row).items()])
-        self._events.write_event(Event(wall_time=row["time"], step=row["step"], summary=values))
 
 
 class WandbMirror:

@@ -7,8 +7,8 @@ import functools
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -17,31 +17,34 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
-from tinypod.errors import CheckpointError, StorageError, UserError
 from tinypod.runs import storage
+from tinypod.runs.failures import Leaf
 from tinypod.runs.retention import Retention
 from tinypod.runs.set_aside import DELETED
 
 LISTINGS = 3  # tries, while checkpoints vanish
-Leaf = tuple[tuple[int, ...], Any]  # shape and dtype
 
 
 def open_manager(
-    folder: epath.Path, retention: Retention | None, processes: set[int] | None, timeout_s: int
+    folder: epath.Path, retention: Retention | None, num_processes: int, timeout_s: int
 ) -> ocp.CheckpointManager:
-    """Without a retention it only reads. `processes`: all of them, if there are several."""
+    """Without a retention it only reads."""
     _silence()
-    if storage.is_remote(folder):
-        _limit_retries()
+    for context in (tensorstore_utils._BASE_TS_CONTEXT, tensorstore_utils._DEFAULT_OCDBT_TS_CONTEXT):
+        context["gcs_request_retries"] = storage.tensorstore_retries()  # Orbax has no option for it
     # With its processes named, Orbax waits for them through the coordinator and with a deadline; otherwise by a
     # collective on the devices, which waits for ever.
+    processes = set(range(num_processes)) if num_processes > 1 else None
     options = ocp.options.MultiprocessingOptions(primary_host=0, active_processes=processes)
+    # Replicas are not sliced for saving: that would compile a slice of every array at the first save.
+    arrays = (jax.Array, ocp.type_handlers.ArrayHandler(use_replica_parallel=False))
+    registry = ocp.type_handlers.create_type_handler_registry(arrays)
     open_it = functools.partial(
         ocp.CheckpointManager,
         folder,
         # Named here, because a process that has not saved yet would not know how to read what is described.
         item_handlers={
-            "state": ocp.PyTreeCheckpointHandler(multiprocessing_options=options, type_handler_registry=_arrays()),
+            "state": ocp.PyTreeCheckpointHandler(multiprocessing_options=options, type_handler_registry=registry),
             "info": ocp.JsonCheckpointHandler(multiprocessing_options=options),
         },
         options=ocp.CheckpointManagerOptions(
@@ -57,33 +60,12 @@ def open_manager(
     return while_some_vanish(open_it) if processes is None else open_it()  # opening is for all of them together
 
 
-def _arrays() -> Any:
-    """Replicas are not sliced for saving: that would compile a slice of every array at the first save."""
-    handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
-    return ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
-
-
 def while_some_vanish(look: Callable[[], Any]) -> Any:
     """Again, if a checkpoint vanished between being listed and being looked at."""
     for _ in range(LISTINGS - 1):
         with suppress(FileNotFoundError):
             return look()
     return look()
-
-
-@contextmanager
-def explained(folder: epath.Path) -> Iterator[None]:
-    """What errors at opening mean."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        if storage.is_remote(folder) and (isinstance(error, OSError) or storage.is_outage(error)):
-            raise StorageError(f"{folder}: {storage.reason(error)}; start again once it answers") from error
-        if isinstance(error, OSError):
-            raise
-        raise CheckpointError(f"{folder}: a checkpoint here cannot be read: {storage.first_line(error)}") from error
 
 
 def start_saving(manager: ocp.CheckpointManager, step: int, flat: dict[str, Any], info: dict[str, Any]) -> None:
@@ -105,12 +87,6 @@ def read_info(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
 def stored_leaves(manager: ocp.CheckpointManager, step: int) -> dict[str, Leaf]:
     tree = manager.item_metadata(step)["state"].tree
     return {name: (tuple(leaf.shape), jnp.dtype(leaf.dtype)) for name, leaf in tree.items()}
-
-
-def _limit_retries() -> None:
-    """By default TensorStore asks a store that is down for a quarter of an hour; Orbax has no option for it."""
-    for context in (tensorstore_utils._BASE_TS_CONTEXT, tensorstore_utils._DEFAULT_OCDBT_TS_CONTEXT):
-        context["gcs_request_retries"] = storage.tensorstore_retries()
 
 
 @functools.cache

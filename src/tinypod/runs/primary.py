@@ -16,18 +16,12 @@ def cluster() -> Cluster:
     return Cluster(jax.process_index(), jax.process_count())
 
 
-def processes() -> set[int] | None:
-    """All of them, if there are several."""
-    return set(range(cluster().count)) if cluster().count > 1 else None
-
-
 def in_primary(name: str, work: Callable[[], Any], what: object, timeout_s: float) -> Any:
     """What the work returns in process 0, as JSON, in all of them; if it fails there, it fails in all.
 
     `what` is named in the error of the others.
     """
-    error: Exception | None = None
-    value = None
+    value, error = None, None
     if cluster().is_primary:
         try:
             value = work()

@@ -39,7 +39,7 @@ def open_checkpoints(
         run.checkpoints,
         keep_last=config.checkpoint.keep_last,
         keep_every_hours=config.checkpoint.keep_every_hours,
-        score_of=scores.get if best else None,
+        score_of=scores.get,
         best_mode=best.direction if best else "max",
         read_only=read_only,
         timeout_s=math.ceil(config.health.save_timeout_s),

@@ -9,63 +9,57 @@ from dataclasses import dataclass
 from etils import epath
 
 from tinypod.runs import storage
+from tinypod.runs.storage import MARKER
 
 SET_ASIDE = "checkpoints_set_aside"
 DELETED = "deleted"  # where a local checkpoint waits for its removal: half a checkpoint must not bear a step's name
 UNFINISHED = ".orbax-checkpoint-tmp"
-MARKER = storage.MARKER
 
 
 @dataclass(frozen=True)
 class Incomplete:
     """Something in the folder that is no complete checkpoint."""
 
-    path: str
-    why: str
-    is_ours: bool = False  # the rest of a save of ours, to be removed
+    path: epath.Path
+    is_ours: bool  # the rest of a save of ours, to be removed
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.why}"
+        if self.is_ours:
+            return f"{self.path}: a save was cut off here; the next `tinypod train` removes it"
+        return (
+            f"{self.path}: it has no {MARKER} (copied without it, or not to the end); it is left as it is. "
+            f"If you know it to be whole, put a file of that name into {self.path}"
+        )
 
 
 def find_incomplete(folder: epath.Path) -> Iterator[Incomplete]:
     """What looks like a checkpoint and is not complete."""
-    cut_off = "a save was cut off here; the next `tinypod train` removes it"
     for path in sorted(folder.iterdir()) if folder.exists() else []:
         if UNFINISHED in path.name:
-            yield Incomplete(str(path), cut_off, is_ours=True)
+            yield Incomplete(path, is_ours=True)
         elif storage.is_remote(folder) and path.name.isdigit() and not (path / MARKER).exists():
-            if _was_cut_off(path):
-                yield Incomplete(str(path), cut_off, is_ours=True)
-            else:
-                why = f"it has no {MARKER} (copied without it, or not to the end); it is left as it is. "
-                yield Incomplete(str(path), why + f"If you know it to be whole, put a file of that name into {path}")
+            yield Incomplete(path, _was_cut_off(path))
 
 
 def clean(folder: epath.Path) -> None:
-    """Make the folder, and remove what saves that were cut off left in it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Remove what saves that were cut off, and removals, left in the folder."""
     for found in list(find_incomplete(folder)):
         if found.is_ours:
             with suppress(OSError):  # what is still on its way into it can come in between; then next time
-                epath.Path(found.path).rmtree(missing_ok=True)
+                found.path.rmtree(missing_ok=True)
     remove_deleted(folder)
 
 
 def remove_deleted(folder: epath.Path) -> None:
-    if not storage.is_remote(folder) and (folder / DELETED).exists():
+    if not storage.is_remote(folder):
         (folder / DELETED).rmtree(missing_ok=True)
 
 
 def make_way(folder: epath.Path, step: int) -> None:
     """Before a save to a store: Orbax would delete what stands, incomplete, under this step's name."""
     path = folder / str(step)
-    if not storage.is_remote(folder) or not path.exists():
-        return
-    if _was_cut_off(path):
-        path.rmtree()
-    else:
-        set_aside(folder, step)
+    if storage.is_remote(folder) and path.exists() and not (path / MARKER).exists():
+        path.rmtree() if _was_cut_off(path) else set_aside(folder, step)
 
 
 def set_aside(folder: epath.Path, step: int) -> epath.Path:
@@ -74,7 +68,7 @@ def set_aside(folder: epath.Path, step: int) -> epath.Path:
     number = 1
     while target.exists():
         target, number = target.with_name(f"{step}.{number}"), number + 1
-    storage.move(folder / str(step), target, MARKER)
+    storage.move(folder / str(step), target)
     return target
 
 

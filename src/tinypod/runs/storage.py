@@ -31,16 +31,9 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 16.0
 REQUEST_TIMEOUT_S = 120.0  # one request for a small file; a store may hang as well as refuse
 CONNECT_TIMEOUT_S, SILENCE_TIMEOUT_S = 20, 60  # a connection that does not come up, or stands still, is tried again
 PASSING = frozenset({408, 429, 500, 502, 503, 504})  # HTTP statuses that may be over the next time
-MISSING, REFUSED = frozenset({404}), frozenset({401, 403})  # and those that stay until somebody mends something
-
-WORDS = {  # TensorStore's, as HTTP has them
-    "ABORTED": 503,
-    "DEADLINE_EXCEEDED": 504,
-    "NOT_FOUND": 404,
-    "PERMISSION_DENIED": 403,
-    "UNAUTHENTICATED": 401,
-    "UNAVAILABLE": 503,
-}
+# TensorStore's words, as HTTP has them.
+WORDS = {"NOT_FOUND": 404, "PERMISSION_DENIED": 403, "UNAUTHENTICATED": 401}
+WORDS |= {"ABORTED": 503, "DEADLINE_EXCEEDED": 504, "UNAVAILABLE": 503}
 
 
 class Unavailable(Exception):
@@ -85,38 +78,25 @@ def explained(target: str | os.PathLike[str]) -> Iterator[None]:
 
 def explain(target: str | os.PathLike[str], error: BaseException) -> UserError:
     """What is missing or forbidden in a store is the user's to mend; anything else may work when started again."""
-    status = status_of(error) if is_remote(target) else None
-    if status in MISSING | REFUSED:
+    if is_remote(target) and (status := status_of(error)) in (401, 403, 404):
         url = url_of(target)
         bucket = url.removeprefix(SCHEME).split("/")[0]
-        if status in MISSING:
+        if status == 404:
             return UserError(f"{url}: not found; is there a bucket {bucket}, and is the rest of the name right?")
         return UserError(
             f"{url}: the store does not allow it ({first_line(error)}). Check the name of the bucket ({bucket}), "
             "sign in with `gcloud auth application-default login`, and see that this account may read and write there"
         )
-    why = reason(error) if is_remote(target) else local_reason(error)
-    return StorageError(f"{os.fspath(target)}: {why}. Nothing is lost; start again once it works")
+    return StorageError(f"{os.fspath(target)}: {reason(target, error)}. Nothing is lost; start again once it works")
 
 
-def reason(error: BaseException) -> str:
+def reason(target: str | os.PathLike[str], error: BaseException) -> str:
     """What a library's error comes down to, for a person."""
-    if is_outage(error) and not is_full(error):
-        return f"the object store did not answer as it should for {retry_s():.0f} s ({first_line(error)})"
-    return local_reason(error)
-
-
-def local_reason(error: BaseException) -> str:
-    text = first_line(error)
-    if is_full(error):
+    if "No space left" in str(error):  # TensorStore and Orbax keep the words, not the number
         return "no space left on the device"
-    if isinstance(error, FileNotFoundError):
-        return f"not found ({text})"
-    return text
-
-
-def is_full(error: BaseException) -> bool:
-    return "No space left" in str(error)  # TensorStore and Orbax keep the words, not the number
+    if is_remote(target) and is_outage(error):
+        return f"the object store did not answer as it should for {retry_s():.0f} s ({first_line(error)})"
+    return f"not found ({first_line(error)})" if isinstance(error, FileNotFoundError) else first_line(error)
 
 
 def first_line(error: BaseException) -> str:
@@ -126,7 +106,7 @@ def first_line(error: BaseException) -> str:
 
 def is_outage(error: BaseException) -> bool:
     """Whether a store that was unreachable or refusing is behind an error. Never so for what a local disk says."""
-    for link in _chain(error):
+    for link in chain(error):
         status = _status(link)
         if status is not None:
             return status in PASSING
@@ -139,16 +119,16 @@ def is_outage(error: BaseException) -> bool:
 
 def status_of(error: BaseException) -> int | None:
     """The HTTP status with which a store answered, where that is behind an error."""
-    return next((status for link in _chain(error) if (status := _status(link)) is not None), None)
+    return next((status for link in chain(error) if (status := _status(link)) is not None), None)
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        current = current.__cause__ or current.__context__
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those behind it, each once: they may point at each other."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _status(error: BaseException) -> int | None:
@@ -207,15 +187,11 @@ def connect() -> None:
             await asyncio.sleep(pause * (0.5 + random.random()))  # apart from each other: many hosts are refused
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
-    timeout = aiohttp.ClientTimeout(
-        total=retry_s() + REQUEST_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S
-    )
+    total_s = retry_s() + REQUEST_TIMEOUT_S
+    timeout = aiohttp.ClientTimeout(total_s, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S)
     settings = fsspec.config.conf.setdefault("gcs", {})
-    settings |= {
-        "use_listings_cache": False,
-        "requests_timeout": timeout,
-        "session_kwargs": {"middlewares": (patiently,)},
-    }
+    settings |= {"use_listings_cache": False, "requests_timeout": timeout}
+    settings["session_kwargs"] = {"middlewares": (patiently,)}
     if os.environ.get("STORAGE_EMULATOR_HOST"):  # as Google's own client does
         settings.setdefault("token", "anon")
 
@@ -229,30 +205,27 @@ def tensorstore_retries() -> dict[str, Any]:
     return {"max_retries": max(attempts, 1), **delays}
 
 
-def move(source: epath.Path, target: epath.Path, marker: str) -> None:
-    """Move a folder. In an object store its marker of completeness goes first and comes last: a move that is cut off
-    leaves two incomplete folders, never a complete one with files missing."""
+def move(source: epath.Path, target: epath.Path) -> None:
+    """Move a checkpoint. In an object store its marker goes first and comes last: a move that is cut off leaves two
+    incomplete folders, never a complete one with files missing."""
     if not is_remote(source):
         target.parent.mkdir(parents=True, exist_ok=True)
         source.rename(target)
         return
-    complete = (source / marker).read_bytes() if (source / marker).exists() else None
-    if complete is not None:
-        (source / marker).unlink()
     names = files_under(source)
+    if is_complete := MARKER in names:
+        names.remove(MARKER)
+        (source / MARKER).unlink()
     _file_system().mv([f"{source}/{name}" for name in names], [f"{target}/{name}" for name in names])
-    if complete is not None:
-        (target / marker).write_bytes(complete)
+    if is_complete:
+        (target / MARKER).write_bytes(b"")
 
 
 def files_under(path: epath.Path) -> list[str]:
     """Names, relative to a remote folder, of all files in it and below."""
     prefix = os.fspath(path).removeprefix(SCHEME) + "/"
     found = _file_system().find(os.fspath(path))
-    names = [name.removeprefix(prefix) for name in found if not name.endswith("/")]  # a console's "folder" ends so
-    for name in names:
-        _check_name(name, os.fspath(path))
-    return names
+    return [name.removeprefix(prefix) for name in found if not name.endswith("/")]  # a console's "folder" ends so
 
 
 def _file_system() -> Any:
@@ -279,13 +252,9 @@ def inside(folder: Path, name: str) -> Path:
         below = folder.resolve() in (folder / name).resolve().parents  # where links lead, too
     except (OSError, RuntimeError, ValueError):  # links in a circle, a NUL
         below = False
-    _check_name(name, str(folder), below)
-    return folder / name
-
-
-def _check_name(name: str, folder: str, below: bool = True) -> None:
-    if not below or not name or name.startswith("/") or ".." in name.split("/") or "\0" in name:
+    if not below or name.startswith("/") or ".." in name.split("/"):
         raise UserError(f"{name!r} cannot be the name of a file in {folder}: it leads out of it. Nothing was written")
+    return folder / name
 
 
 def replace_file(path: Path, content: bytes, *, durable: bool = False) -> None:
