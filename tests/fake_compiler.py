@@ -44,7 +44,7 @@ class FakeCompiler:
         self.split, self.row, self.fixed, self.latency_s = split_gib * GIB, row_mib * 2**20, fixed_gib * GIB, latency_s
         self.asked: list[tuple[str, int, int, bool]] = []
 
-    def __call__(self, config, data, target, *, tick=None) -> Analysis:
+    def __call__(self, config, target, *, tick=None) -> Analysis:
         sizes = dict(zip(("data", "fsdp", "tensor"), config.mesh.shape(target.devices), strict=True))
         shards = sizes["data"] * sizes["fsdp"]
         remat = config.model.remat

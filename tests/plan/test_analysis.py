@@ -10,7 +10,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fixtures import tiny_config, write_4x4
 from tinypod import experiment, step
-from tinypod.models import trm
 from tinypod.plan import analysis, hlo
 
 
@@ -30,20 +29,20 @@ def size(tree) -> int:
 def test_the_state_is_measured_to_the_byte(data: Path) -> None:
     built = built_for(data, "mesh={data: 2, fsdp: 4}")
     found, compiled = analysis.analyse(built)
-    state, source = built.init(), built.put_source(built.read_split("train"))
+    state, feed = built.init(), built.task.open_feed(built.mesh)(0)
     shards = jax.tree.map(lambda x: x.addressable_shards[0].data, state)
     memory = found.memory
     assert memory.weights == size(shards.params) < size(state.params)
     assert memory.optimizer == size(shards.opt_state)
     assert memory.averages == size(shards.ema)
     assert memory.carry == size(shards.carry) == size(state.carry) // 8
-    assert memory.data == size(source)
+    assert memory.data == size(feed)
     assert sum(memory.parts().values()) == memory.needed
     sizes = compiled.memory_analysis()
     assert memory.needed >= sizes.argument_size_in_bytes + sizes.temp_size_in_bytes > memory.state
     assert 0 < memory.activations <= analysis.kept_for_backward(built)
     assert memory.temporaries > 0
-    assert compiled(state, source)[0].step == 1
+    assert compiled(state, built.put_settings(), built.put(np.int32(0)), feed)[0].step == 1
 
 
 def test_what_the_backward_pass_keeps_shrinks_as_it_should(data: Path) -> None:
@@ -83,21 +82,20 @@ def test_an_accidental_gather_of_activations_is_seen(data: Path) -> None:
     built = built_for(data)
     rows = tiny_config(data).batch_size
 
-    def whole(params, table_rows, carry, batch):
+    def whole(params, table_rows, carry, batch, varied):
         carry = carry | {
             "z": jax.tree.map(lambda x: jax.lax.all_gather(x, "data", tiled=True)[: x.shape[0]], carry["z"])
         }
-        return built.task.loss(params, table_rows, carry, batch)
+        return built.task.loss(params, table_rows, carry, batch, varied)
 
-    config = built.config
-    bad = step.make_train_step(
-        dataclasses.replace(built.task, loss=whole), built.optimizer, 0, rows, 1, config.ema_decay, built.mesh
-    )
+    bad = step.make_train_step(dataclasses.replace(built.task, loss=whole), built.optimizer, 1, True, built.mesh)
     replicated = NamedSharding(built.mesh, PartitionSpec())
     jitted = jax.jit(
-        bad, in_shardings=(built.state_shardings, replicated), out_shardings=(built.state_shardings, replicated)
+        bad,
+        in_shardings=(built.state_shardings, replicated, replicated, None),
+        out_shardings=(built.state_shardings, replicated),
     )
-    text = jitted.lower(built.abstract_state, built.abstract_source).compile().as_text()
+    text = jitted.lower(*built.abstract_inputs).compile().as_text()
     program = hlo.read(text, dict(built.mesh.shape))
     gathers = [one for one in program.collectives if one.op == "all-gather" and one.axes == ("data",)]
     assert sum(one.payload_bytes for one in gathers) >= 2 * rows * 16 * 16 * 4
@@ -118,7 +116,7 @@ def test_products_are_those_of_the_model(data: Path) -> None:
     built = built_for(data, "model.H_cycles=2", "model.L_cycles=2")
     found, _ = analysis.analyse(built)
     assert found.work is not None
-    model = trm.count_matmul_flops(built.config.model, built.shape) * built.config.batch_size
+    model = built.task.flops(True) * built.config.batch_size
     assert 8 * found.work.flops == pytest.approx(model, rel=0.1)  # the embedding by a product is not the model's
     remat, _ = analysis.analyse(built_for(data, "model.H_cycles=2", "model.L_cycles=2", "model.remat=true"))
     assert remat.work is not None

@@ -18,7 +18,7 @@ from fixtures import CONFIGS
 from tinypod import experiment, step
 from tinypod.config import load
 from tinypod.errors import ConfigError, DeadlineError, UserError
-from tinypod.experiment import ExperimentConfig, describe_data
+from tinypod.experiment import ExperimentConfig
 from tinypod.plan import compiler as tpu_compiler
 from tinypod.plan import slices
 from tinypod.plan.analysis import Analysis
@@ -42,11 +42,11 @@ def _as_users_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compile_for(path: Path, target: str, *overrides: str) -> tuple[ExperimentConfig, Analysis]:
     config = load(path, [*SHORT, *overrides], ExperimentConfig)
-    return config, tpu_compiler.compile_for(config, describe_data(config), slices.find_slice(target))
+    return config, tpu_compiler.compile_for(config, slices.find_slice(target))
 
 
 def trained_bytes(config: ExperimentConfig) -> int:
-    built = experiment.build(config, data=describe_data(config))
+    built = experiment.build(config, planned=True)
     trained = step.select_trained(built.task, built.abstract_state.params)
     return sum(4 * int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(trained))
 
@@ -65,7 +65,7 @@ def test_every_shipped_config_compiles_for_a_slice(path: Path) -> None:
 def test_the_recipes_compile_as_they_are_for_a_v4_64(name: str) -> None:
     path = CONFIGS / "trm" / f"{name}.yaml"
     config = load(path, ["data.path=nowhere", "batch_size=6144"], ExperimentConfig)
-    check_step(config, tpu_compiler.compile_for(config, describe_data(config), slices.find_slice("v4-64")), "v4-64")
+    check_step(config, tpu_compiler.compile_for(config, slices.find_slice("v4-64")), "v4-64")
 
 
 def check_step(config: ExperimentConfig, found: Analysis, target: str) -> None:
@@ -77,7 +77,7 @@ def check_step(config: ExperimentConfig, found: Analysis, target: str) -> None:
     gradients = trained_bytes(config)
     assert gradients <= reduction.payload_bytes < 1.01 * gradients + 8192  # sums for metrics, rows of the puzzle table
     assert reduction.runs <= 2  # the gradients, and the count of rows of the puzzle table
-    built = experiment.build(config, jax.devices()[:1], data=describe_data(config))
+    built = experiment.build(config, jax.devices()[:1], planned=True)
     changed = len(jax.tree.leaves(built.abstract_state)) - len(jax.tree.leaves(built.abstract_state.params["z_init"]))
     assert changed <= work.donated <= work.arguments
     assert work.unwanted == ()
@@ -136,7 +136,7 @@ def test_what_the_child_refuses_is_an_error_here() -> None:
 def test_a_compilation_that_takes_too_long_is_given_up() -> None:
     config = load(CONFIGS / "demo.yaml", SHORT, ExperimentConfig)
     with pytest.raises(DeadlineError, match="compiling for v4-8 took longer"):
-        tpu_compiler.compile_for(config, describe_data(config), slices.find_slice("v4-8"), timeout_s=0.1)
+        tpu_compiler.compile_for(config, slices.find_slice("v4-8"), timeout_s=0.1)
 
 
 def test_a_compiler_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_compiler_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_p
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(UserError, match=r"ended with code -6 while compiling for v4-8:\s+last words"):
-        tpu_compiler.compile_for(config, describe_data(config), slices.find_slice("v4-8"))
+        tpu_compiler.compile_for(config, slices.find_slice("v4-8"))
 
 
 PARENT = """

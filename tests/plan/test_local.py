@@ -120,8 +120,8 @@ def test_measuring_runs_steps(data: Path, monkeypatch: pytest.MonkeyPatch) -> No
     def counting(built):
         found, compiled = original(built)
 
-        def step(state, source):
-            state, sums = compiled(state, source)
+        def step(state, *inputs):
+            state, sums = compiled(state, *inputs)
             steps.append(int(state.step))
             return state, sums
 

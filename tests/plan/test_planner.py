@@ -5,19 +5,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from jax.sharding import AbstractMesh
 from typer.testing import CliRunner
 
 from fake_compiler import install, kernel, work
-from fixtures import CONFIGS
+from fixtures import CONFIGS, write_4x4
 from tinypod import cli
 from tinypod.config import load
 from tinypod.errors import ConfigError, UserError
-from tinypod.experiment import ExperimentConfig, describe_data
+from tinypod.experiment import ExperimentConfig, describe_task
 from tinypod.plan import compiler as tpu_compiler
 from tinypod.plan import planner as plan
 from tinypod.plan import search, slices
 from tinypod.plan.analysis import Traffic
 from tinypod.plan.prices import read_prices
+from tinypod.sharding import AXES
 
 SUDOKU = CONFIGS / "trm" / "sudoku_mlp.yaml"
 V4_8, V4_64 = slices.find_slice("v4-8"), slices.find_slice("v4-64")
@@ -145,7 +147,7 @@ def test_a_schedule_without_a_warm_up_has_a_key(compiler, monkeypatch) -> None:
 
 
 def cache_key(config: ExperimentConfig) -> str:
-    return plan.cache_key(config, describe_data(config).info, V4_64)
+    return plan.cache_key(config, describe_task(config), V4_64)
 
 
 def test_a_damaged_cache_is_made_again(compiler) -> None:
@@ -305,10 +307,10 @@ def test_a_ranking_says_why_a_slice_is_left_out(compiler) -> None:
 def test_a_slice_that_cannot_have_the_mesh_does_not_end_a_ranking(compiler, monkeypatch) -> None:
     fake = compiler(row_mib=1.0)
 
-    def picky(config, data, target, **settings):
+    def picky(config, target, **settings):
         if target.generation.name == "v5e":
             raise ConfigError("mesh.fsdp=8 does not divide dimension 1")
-        return fake(config, data, target, **settings)
+        return fake(config, target, **settings)
 
     monkeypatch.setattr(tpu_compiler, "compile_for", picky)
     ranked = search.rank(planner(sudoku()), None, max_hours=1000.0, max_dollars=None, spot=False)
@@ -410,11 +412,14 @@ def test_without_the_compiler_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_dataset_that_is_there_wins_over_the_expected_one(tmp_path: Path) -> None:
-    from fixtures import write_4x4
-
     folder = write_4x4(tmp_path / "data")
-    assert describe_data(sudoku(f"data.path={folder}")).info.seq_len == 16
-    assert describe_data(sudoku()).info.seq_len == 81
-    assert describe_data(sudoku("data.expected={kind: sudoku, box: [2, 3]}")).info.vocab_size == 8
-    plain = describe_data(sudoku("data.expected={kind: plain, seq_len: 900, vocab_size: 12, num_identifiers: 7}")).info
-    assert (plain.seq_len, plain.num_identifiers, plain.box) == (900, 7, None)
+    assert cells(sudoku(f"data.path={folder}")) == (40, 16)
+    assert cells(sudoku()) == (1000, 81)
+    assert cells(sudoku("data.expected={kind: sudoku, box: [2, 3], rows: 7}")) == (7, 36)
+    plain = "data.expected={kind: plain, seq_len: 900, vocab_size: 12, rows: 5}"
+    assert cells(sudoku(plain, "data.augmentations=endless")) == (5, 900)
+
+
+def cells(config: ExperimentConfig) -> tuple[int, ...]:
+    """The shape of the puzzles that a plan takes the data to hold."""
+    return describe_task(config).abstract_feed(AbstractMesh((1, 1, 1), AXES))["inputs"].shape
