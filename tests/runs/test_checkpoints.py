@@ -28,6 +28,7 @@ from fixtures import TESTS, tiny_config, write_4x4
 from tinypod import experiment
 from tinypod.errors import CheckpointError, StorageError, UserError
 from tinypod.runs import checksums as checksums_module
+from tinypod.runs import failures, storage
 from tinypod.runs.checkpoints import Checkpoints
 from tinypod.runs.checksums import checksums, flatten, make_checksums
 from tinypod.runs.failures import VanishedError
@@ -501,12 +502,15 @@ def test_a_store_that_stays_down_is_named_and_the_next_save_succeeds(store, url:
     assert_same(checkpoints.restore(9, abstract(made_up(9))), made_up(9))
 
 
-def test_opening_where_access_is_refused_or_no_bucket_is_the_users_to_mend(store, url: str) -> None:
+def test_opening_where_access_is_refused_or_nothing_is_found_is_the_users_to_mend(store, url: str) -> None:
     store.forbid(url.removeprefix("gs://tinypod-test/").split("/")[0])
-    for where, said in ((url, "does not allow it"), ("gs://tinypod-tset/run/checkpoints", "is there a bucket")):
-        with pytest.raises(UserError, match=said) as caught:
-            Checkpoints(where)
+    for read_only in (False, True):
+        with pytest.raises(UserError, match="the store does not allow it") as caught:
+            Checkpoints(url, read_only=read_only)
         assert caught.value.exit_code == 2
+    error = failures.not_opened(storage.folder(url), FileNotFoundError("b/tinypod-test/o"))
+    assert isinstance(error, UserError)
+    assert error.exit_code == 2
 
 
 def test_a_save_that_was_killed_is_reported_to_readers_and_removed_by_the_next_writer(tmp_path: Path) -> None:
