@@ -9,6 +9,7 @@ import sys
 import time
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,6 +35,10 @@ CONFIG = CONFIGS / "trm" / "sudoku_mlp.yaml"
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_4x4(tmp_path_factory.mktemp("train") / "data")
+
+
+def changes_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / record.CHANGES).read_text().splitlines()]
 
 
 def quiet() -> Console:
@@ -97,9 +102,7 @@ def test_ten_steps_are_five_and_five_in_a_new_process_to_the_bit(data: Path, str
         assert done.returncode == 0, done.stderr
     assert "resuming from the checkpoint of step 5" in done.stdout
     assert "from step 5 on, steps: 5 -> 10" in done.stdout
-    assert [(line["step"], line["changes"]) for line in record.read_changes(Run(tmp_path / "run"))] == [
-        (5, ["steps: 5 -> 10"])
-    ]
+    assert [(line["step"], line["changes"]) for line in changes_of(tmp_path / "run")] == [(5, ["steps: 5 -> 10"])]
     a, b = (state_at(data, place, 10) for place in (straight, tmp_path / "run"))
     assert int(a["step"]) == 10
     assert {name.split(".")[0] for name in a} == {"step", "params", "opt_state", "ema", "carry"}
@@ -260,7 +263,7 @@ def test_an_unfinished_run_records_from_which_step_a_change_holds(data: Path, st
     shutil.copytree(straight, tmp_path / "run")
     changed = tiny_config(data, "steps=12", "optimizer.learning_rate=5e-4")
     train.train(changed, Run(tmp_path / "run"), quiet())
-    (line,) = record.read_changes(Run(tmp_path / "run"))
+    (line,) = changes_of(tmp_path / "run")
     assert (line["step"], sorted(line["changes"])) == (
         10,
         ["optimizer.learning_rate: 0.001 -> 0.0005", "steps: 10 -> 12"],

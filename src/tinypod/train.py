@@ -215,7 +215,7 @@ def _restore(attempt: Attempt, from_step: int | None) -> tuple[Saver, RunLog, Re
     scores = read_scores(run.folder, experiment) if cluster.is_primary else {}
     saver = Saver(run, experiment, cluster, console, scores)
     log = RunLog(run, experiment, scores, primary=cluster.is_primary)
-    step = saver.latest(from_step)
+    step = saver.latest() if from_step is None else from_step
     if step is None:
         saver.restored(0)
         return saver, log, Restored(experiment.init(), 0)
@@ -386,7 +386,7 @@ def _roll_back(
     checkpoints, limit = saver.checkpoints, experiment.config.nonfinite.max_rollbacks
     with health.phase("saving"):
         checkpoints.wait()
-    target = saver.latest_before(bad.first)
+    target = saver.latest(before=bad.first)
     if not rollbacks.allowed:
         raise NonFiniteError(
             f"loss or gradients were not finite in steps {bad.first} to {bad.last}, after {len(rollbacks.done)} "

@@ -26,11 +26,14 @@ from orbax.checkpoint._src.handlers import base_pytree_checkpoint_handler
 import gcs
 from fixtures import TESTS, tiny_config, write_4x4
 from tinypod import experiment
-from tinypod.errors import CheckpointError, StorageError
+from tinypod.errors import CheckpointError, StorageError, UserError
 from tinypod.runs import checksums as checksums_module
-from tinypod.runs.checkpoints import Checkpoints, VanishedError
+from tinypod.runs import failures, storage
+from tinypod.runs.checkpoints import Checkpoints
 from tinypod.runs.checksums import checksums, flatten, make_checksums
-from tinypod.runs.set_aside import MARKER, SET_ASIDE
+from tinypod.runs.failures import VanishedError
+from tinypod.runs.set_aside import SET_ASIDE
+from tinypod.runs.storage import MARKER
 from tinypod.step import TrainState
 
 IMPORTS = f"{TESTS}:{Path(__file__).parent}"  # where a process started here finds this file and what it imports
@@ -44,7 +47,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> experiment.Experiment:
 
 @pytest.fixture(scope="module")
 def state(built: experiment.Experiment) -> TrainState:
-    state, _ = built.train_step(built.init(), built.put_source(built.read_split("train")))
+    feed = built.task.open_feed(built.mesh)
+    state, _ = built.train_step(built.init(), built.put_settings(), built.put(np.int32(0)), feed(0))
     return state
 
 
@@ -129,12 +133,12 @@ def test_weights_come_back_alone_from_a_state_of_another_carry_on_another_mesh(b
     checkpoints = Checkpoints(tmp_path / "c", read_only=True)
     with pytest.raises(CheckpointError, match=r"carry.*in the checkpoint"):
         checkpoints.restore(3, other.abstract_state)
-    restored = checkpoints.restore_part(3, weights_of(other.abstract_state))
+    restored = checkpoints.restore(3, weights_of(other.abstract_state))
     assert_same(restored, jax.device_put(weights_of(state), weights_of(other.state_shardings)))
     table = {"params": {"puzzle_table": other.abstract_state.params["puzzle_table"]}}
-    assert jax.tree.structure(checkpoints.restore_part(3, table)) == jax.tree.structure(table)
+    assert jax.tree.structure(checkpoints.restore(3, table)) == jax.tree.structure(table)
     shutil.rmtree(tmp_path / "c" / "3" / "info")  # not needed
-    assert_same(checkpoints.restore_part(3, weights_of(built.abstract_state)), weights_of(state))
+    assert_same(checkpoints.restore(3, weights_of(built.abstract_state)), weights_of(state))
 
 
 def test_weights_of_another_model_are_refused_as_a_state_is(built, state, tmp_path: Path) -> None:
@@ -142,14 +146,14 @@ def test_weights_of_another_model_are_refused_as_a_state_is(built, state, tmp_pa
     data = Path(built.config.data.path)
     wider = experiment.build(tiny_config(data, "model.hidden_size=32"), jax.devices()[:2])
     with pytest.raises(CheckpointError, match="is of another model or state") as caught:
-        checkpoints.restore_part(3, weights_of(wider.abstract_state))
+        checkpoints.restore(3, weights_of(wider.abstract_state))
     assert "params.head: float32[16, 6] in the checkpoint, float32[32, 6] in this config" in str(caught.value)
     assert "carry" not in str(caught.value)
     extra = {"params": {"more": built.abstract_state.params["head"]}}
     with pytest.raises(
         CheckpointError, match=r"params.more: absent in the checkpoint, float32\[16, 6\] in this config"
     ):
-        checkpoints.restore_part(3, extra)
+        checkpoints.restore(3, extra)
 
 
 def bytes_read() -> int:
@@ -168,10 +172,10 @@ def test_a_part_is_read_alone_and_checked_alone(tmp_path: Path, monkeypatch: pyt
         checkpoints.wait()
     before = bytes_read()
     sound = {"params": {name: x for name, x in state.params.items() if name != "w"}}
-    assert_same(checkpoints.restore_part(3, abstract(sound)), sound)
+    assert_same(checkpoints.restore(3, abstract(sound)), sound)
     assert 0 < bytes_read() - before < 100_000
     with pytest.raises(CheckpointError, match=r"the contents of params\.w are not what was saved"):
-        checkpoints.restore_part(3, {"params": {"w": abstract(state).params["w"]}})
+        checkpoints.restore(3, {"params": {"w": abstract(state).params["w"]}})
 
 
 def before_arrays_are_read(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
@@ -202,7 +206,7 @@ def test_a_checkpoint_that_vanishes_is_no_damaged_one(
     else:
         save_and_wait(writer, 6)
     with pytest.raises(VanishedError, match="/3 was removed or moved away before it was read"):
-        reader.restore_part(3, {"params": abstract(made_up(3)).params})
+        reader.restore(3, {"params": abstract(made_up(3)).params})
     assert reader.steps() == [3]
     with pytest.raises(VanishedError):
         reader.info(3)
@@ -458,8 +462,8 @@ def test_a_checkpoint_copied_without_its_marker_is_reported_and_kept(store, url:
     checkpoints = Checkpoints(url, keep_last=1)
     assert checkpoints.steps() == [3]
     (found,) = checkpoints.incomplete()
-    assert found.path == f"{url}/7"
-    assert MARKER in found.why
+    assert str(found.path) == f"{url}/7"
+    assert MARKER in str(found)
     save_and_wait(checkpoints, 5)
     assert store.files(f"{url}/7") == copied
     save_and_wait(checkpoints, 7)
@@ -492,10 +496,21 @@ def test_a_store_that_stays_down_is_named_and_the_next_save_succeeds(store, url:
     store.recover()
     assert [name for name in store.files(f"{url}/6") if name == "_CHECKPOINT_METADATA"]  # half of it is there
     assert Checkpoints(url, read_only=True).steps() == [3]
-    assert [found.path for found in Checkpoints(url, read_only=True).incomplete()] == [f"{url}/6"]
+    assert [str(found.path) for found in Checkpoints(url, read_only=True).incomplete()] == [f"{url}/6"]
     save_and_wait(checkpoints, 9)
     assert (checkpoints.steps(), checkpoints.incomplete(), store.files(f"{url}/6")) == ([3, 9], [], {})
     assert_same(checkpoints.restore(9, abstract(made_up(9))), made_up(9))
+
+
+def test_opening_where_access_is_refused_or_nothing_is_found_is_the_users_to_mend(store, url: str) -> None:
+    store.forbid(url.removeprefix("gs://tinypod-test/").split("/")[0])
+    for read_only in (False, True):
+        with pytest.raises(UserError, match="the store does not allow it") as caught:
+            Checkpoints(url, read_only=read_only)
+        assert caught.value.exit_code == 2
+    error = failures.not_opened(storage.folder(url), FileNotFoundError("b/tinypod-test/o"))
+    assert isinstance(error, UserError)
+    assert error.exit_code == 2
 
 
 def test_a_save_that_was_killed_is_reported_to_readers_and_removed_by_the_next_writer(tmp_path: Path) -> None:

@@ -1,4 +1,3 @@
-import json
 import threading
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from tinypod.runs import curves as report
-from tinypod.runs.curves import plot_curves, summary
+from tinypod.runs.curves import plot_curves
 from tinypod.runs.metrics import MetricsLog, make_row
 from tinypod.tasks.puzzle_scores import HEADLINE
 from tinypod.tasks.task import Metric
@@ -123,32 +122,3 @@ def test_pictures_are_drawn_in_threads(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert all((run_dir / "curves.png").exists() for run_dir in runs)
-
-
-def test_summary(tmp_path: Path) -> None:
-    rows = [
-        {"step": 1, "time": 100.0, "train/loss": 2.0, "perf/examples_per_s": 10.0},
-        {"step": 2, "time": 110.0, "train/loss": 1.0, "perf/examples_per_s": 1000.0},
-        {"step": 2, "time": 111.0, "eval/exact_accuracy": 0.75, "eval/cell_accuracy": 0.8},
-        {"step": 4, "time": 120.0, "train/loss": "nan", "perf/examples_per_s": 30.0},
-        {"step": 4, "time": 125.5, "eval/exact_accuracy": 0.5, "eval/cell_accuracy": 0.9},
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result = summary(tmp_path)
-    assert np.isnan(result.pop("final_loss"))  # a run that ended broken says so
-    assert result == {
-        "steps": 4,
-        "eval": {"eval/exact_accuracy": 0.5, "eval/cell_accuracy": 0.9},
-        "examples_per_s": 30.0,
-        "wall_s": 25.5,
-    }
-
-
-def test_summary_of_an_empty_log(tmp_path: Path) -> None:
-    assert summary(tmp_path) == {
-        "steps": 0,
-        "final_loss": None,
-        "eval": {},
-        "examples_per_s": None,
-        "wall_s": 0.0,
-    }

@@ -23,6 +23,9 @@ from tinypod.errors import CheckpointError, StorageError, UserError
 from tinypod.runs import folder as run
 from tinypod.runs import storage
 from tinypod.runs.folder import Run
+from tinypod.runs.load import load_weights
+from tinypod.runs.record import write_config
+from tinypod.runs.saver import about, open_checkpoints
 
 numbers = count()
 
@@ -297,6 +300,19 @@ def test_a_pull_drops_what_never_reached_the_store_but_not_of_a_run_at_work(stor
     assert not (again.folder / "goodput.json").exists()
 
 
+def test_the_lock_of_this_host_is_not_replaced_by_an_object_of_its_name(store, url: str) -> None:
+    one = run.open_run(url)
+    store.put(f"{url}/config.yaml", b"steps: 1")
+    store.put(f"{url}/{run.LOCK}", b"from elsewhere")
+    with run.lock(one):
+        held = (one.folder / run.LOCK).stat().st_ino
+        one.pull(locked=True)
+        assert (one.folder / run.LOCK).stat().st_ino == held  # another file would be free to lock
+        with pytest.raises(UserError, match="another process is training here"), run.lock(one):
+            pass
+    assert (one.folder / "config.yaml").exists()
+
+
 def test_a_local_run_has_nothing_to_push_or_pull(tmp_path: Path) -> None:
     local = run.open_run(tmp_path / "runs" / "x")
     assert (local.folder, local.remote, local.checkpoints) == (
@@ -318,18 +334,18 @@ def test_a_run_in_a_store_is_loaded_on_another_host(store, dataset: str, url: st
     first = run.open_run(f"{url}/run")
     first.pull()
     with pytest.raises(UserError, match=f"{url}/run is not a run folder"):
-        run.load_state(first, [], "latest")
-    run.write_config(first, config)
+        load_weights(first, [], "latest")
+    write_config(first, config, 0, [])
     first.push()
     with pytest.raises(CheckpointError, match=f"{url}/run: no checkpoint yet"):
-        run.load_state(first, [], "latest")
-    checkpoints = run.open_checkpoints(first, config)
-    checkpoints.save(state, run.about(built))
+        load_weights(first, [], "latest")
+    checkpoints = open_checkpoints(first, built, {})
+    checkpoints.save(state, about(built))
     checkpoints.close()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache of another host"))
-    loaded, restored = run.load_state(run.open_run(f"{url}/run"), [], "latest")
-    assert loaded.config == config
-    for new, old in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+    loaded = load_weights(run.open_run(f"{url}/run"), [], "latest", "live")
+    assert loaded.experiment.config == config
+    for new, old in zip(jax.tree.leaves(loaded.params), jax.tree.leaves(state.params), strict=True):
         assert np.array_equal(new, old)
 
 
@@ -340,11 +356,12 @@ def test_a_run_in_a_store_goes_on_on_another_host(store, dataset: str, url: str,
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / host))
         done = in_a_process(Path("unused"), f"{url}/run", f"data.path={dataset}", steps)
         assert done.returncode == 0, done.stderr
-    assert "going on from the checkpoint of step 5" in done.stdout
+    assert "resuming from the checkpoint of step 5" in done.stdout
     done = in_a_process(Path("unused"), tmp_path / "here", f"data.path={dataset}")
     assert done.returncode == 0, done.stderr
-    states = [run.load_state(run.open_run(where), [], "10")[1] for where in (f"{url}/run", tmp_path / "here")]
-    for new, old in zip(*map(jax.tree.leaves, states), strict=True):
+    places = (f"{url}/run", tmp_path / "here")
+    weights = [load_weights(run.open_run(where), [], "10").params for where in places]
+    for new, old in zip(*map(jax.tree.leaves, weights), strict=True):
         assert np.asarray(new).tobytes() == np.asarray(old).tobytes()
     content = (storage.folder(f"{url}/run") / "metrics.jsonl").read_text()
     logged = [json.loads(line)["step"] for line in content.splitlines()]

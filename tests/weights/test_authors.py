@@ -54,7 +54,9 @@ def test_another_model_is_refused_with_what_differs(tmp_path: Path) -> None:
     assert "missing from the file: L_level.layers.0.self_attn.qkv_proj.weight" in str(caught.value)
     assert "in the file, but not in this config: L_level.layers.1.mlp_t.down_proj.weight" in str(caught.value)
     wider = like("trm_mlp", mlp_multiple_of=128)
-    with pytest.raises(UserError, match=r"layers/mlp/gate_up: the file has \(2, 32, 512\), this config \(2, 32, 256\)"):
+    with pytest.raises(
+        UserError, match=r"layers\.mlp\.gate_up: the file has \(2, 32, 512\), this config \(2, 32, 256\)"
+    ):
         torch_weights.from_state_dict(state_dict, wider)
 
 

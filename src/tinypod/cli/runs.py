@@ -22,7 +22,8 @@ def runs_status(
     looked_at = open_run(run)
     looked_at.pull()
     looked_at.pull_heartbeats()
+    found = status.read_status(looked_at.folder, time.time(), looked_at.checkpoints)
     if as_json:
-        print(json.dumps(status.as_json(looked_at.folder, time.time(), looked_at.checkpoints)))
+        print(json.dumps(status.as_json(found)))
     else:
-        console.print(status.render_status(looked_at.folder, time.time(), looked_at.checkpoints))
+        console.print(status.render_status(found))

@@ -1,12 +1,9 @@
-"""What a run has reached, from its `metrics.jsonl`: a picture of its curves and a summary of its numbers.
+"""A picture of a run's curves, from its `metrics.jsonl`.
 
 The figure is built on the object API with the Agg canvas: no pyplot, so no global state and no display.
 """
 
-from __future__ import annotations
-
 import math
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,8 +26,7 @@ _LEGEND |= {"frameon": False, "labelcolor": _INK}
 
 
 def plot_curves(run_dir: Path, headline: Sequence[Metric]) -> Path | None:
-    """Draws the loss and the first headline metrics over steps to `run_dir/curves.png`; an empty log makes no picture:
-    None."""
+    """The loss and the first headline metrics over steps, to `run_dir/curves.png`. None: the log is empty."""
     rows = MetricsLog(run_dir).read()
     if not rows:
         return None
@@ -47,24 +43,6 @@ def plot_curves(run_dir: Path, headline: Sequence[Metric]) -> Path | None:
     figure.savefig(temporary)
     temporary.replace(path)
     return path
-
-
-def summary(run_dir: Path) -> dict[str, Any]:
-    """A run's numbers; None where they were never logged.
-
-    `eval` is the last value of every `eval/*` metric, `wall_s` the time from the first row to the last, stops in
-    between included.
-    """
-    rows = MetricsLog(run_dir).read()
-    speeds = _column(rows, "perf/examples_per_s")[1]
-    losses = [row["train/loss"] for row in rows if "train/loss" in row]
-    return {
-        "steps": max((int(row["step"]) for row in rows), default=0),
-        "final_loss": losses[-1] if losses else None,
-        "eval": {name: value for row in rows for name, value in row.items() if name.startswith("eval/")},
-        "examples_per_s": statistics.median(speeds.tolist()) if len(speeds) else None,
-        "wall_s": rows[-1]["time"] - rows[0]["time"] if rows else 0.0,
-    }
 
 
 def _column(rows: list[Row], name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -99,8 +77,7 @@ def _draw_loss(axes: Axes, rows: list[Row]) -> None:
         axes.set_ylabel("loss, log scale", color=_INK)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    broken = sum(not math.isfinite(row["train/loss"]) for row in rows if "train/loss" in row)
-    if broken:
+    if broken := sum("train/loss" in row for row in rows) - len(loss):
         axes.plot([], [], " ", label=f"{broken} not finite, not drawn")
     axes.legend(**_LEGEND)
 
@@ -113,22 +90,19 @@ def _draw_headline(axes: Axes, rows: list[Row], headline: Sequence[Metric]) -> N
     if first.format.endswith("%"):
         axes.set_ylim(-0.02, 1.02)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f} %"))
-    drawn = 0
     for split, color in (("eval", _EVAL), ("train", _TRAIN)):
         for metric, style, width in zip(shown, ("-", "--"), (2.0, 1.2), strict=False):
             steps, values = _column(rows, f"{split}/{metric.name}")
             if not len(values):
                 continue
-            drawn += 1
-            marker = _marker(steps)
             if split == "train":
                 axes.plot(steps, values, color=color, alpha=0.15, linewidth=0.8)
                 values = _smooth(values)
-            label = f"{split}, {metric.label}"
+            label, marker = f"{split}, {metric.label}", _marker(steps)
             axes.plot(steps, values, style, color=color, linewidth=width, label=label, marker=marker, ms=3.5)
             if split == "eval" and metric is first:
                 axes.annotate(metric.show(values[-1]), (steps[-1], values[-1]), (5, 0), **_VALUE, color=color)
-    if drawn:
+    if axes.lines:
         axes.legend(**_LEGEND)
     else:
         _say_nothing_logged(axes)

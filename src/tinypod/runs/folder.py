@@ -17,9 +17,9 @@ from tinypod import config as configs
 from tinypod.errors import UserError
 from tinypod.experiment import ExperimentConfig
 from tinypod.runs import storage
+from tinypod.runs.set_aside import SET_ASIDE
 
-SET_ASIDE, HEALTH = "checkpoints_set_aside", "health"
-CONFIG, CHECKPOINTS, LOCK = "config.yaml", "checkpoints", ".lock"
+CONFIG, CHECKPOINTS, HEALTH, LOCK = "config.yaml", "checkpoints", "health", ".lock"
 NOT_PUSHED = (CHECKPOINTS, SET_ASIDE, "wandb")  # W&B keeps its own copy, and many files
 NOT_PULLED = (*NOT_PUSHED, "tensorboard", "profile", "logs")  # what a run writes and does not read
 
@@ -49,7 +49,9 @@ class Run:
             return
         with storage.explained(self.remote):
             there = storage.folder(self.remote)
-            names = [name for name in storage.files_under(there) if name.split("/")[0] not in NOT_PULLED]
+            names = [name for name in storage.files_under(there) if _is_small_file(name, NOT_PULLED)]
+            for name in names:
+                storage.inside(self.folder, name)
             for name in set(self._small_files(NOT_PULLED)) - set(names):
                 (self.folder / name).unlink(missing_ok=True)
             for name in names:
@@ -109,10 +111,14 @@ class Run:
         names = []
         for top, folders, files in os.walk(self.folder):
             relative = Path(top).relative_to(self.folder)
-            if relative == Path("."):
-                folders[:] = [name for name in folders if name not in without]
-            names += [str(relative / name) for name in files if not name.endswith((LOCK, ".partial", ".tmp"))]
-        return sorted(names)
+            folders[:] = [name for name in folders if relative.parts or name not in without]
+            names += [str(relative / name) for name in files]
+        return sorted(name for name in names if _is_small_file(name, without))
+
+
+def _is_small_file(name: str, without: tuple[str, ...]) -> bool:
+    """Whether host and store share it: not the lock, which is this host's own, and not what is half written."""
+    return name.split("/")[0] not in without and not name.endswith((LOCK, ".partial", ".tmp"))
 
 
 def _time(heartbeat: bytes) -> float:

@@ -8,7 +8,6 @@ it, not before. What would make another model, or other batches, is refused: it 
 import json
 import re
 import time
-from typing import Any
 
 from tinypod import config as configs
 from tinypod.errors import ConfigError
@@ -55,16 +54,9 @@ def _matches(pattern: str, line: str) -> bool:
 def write_config(run: Run, config: ExperimentConfig, step: int, changed: list[str]) -> None:
     """Store the config that steps from here on are trained with, and what it changes."""
     if changed and step:
+        path = run.folder / CHANGES
+        earlier = path.read_text() if path.exists() else ""
         line = json.dumps({"step": step, "time": time.time(), "changes": changed})
-        replace_file(run.folder / CHANGES, (_read(run) + line + "\n").encode(), durable=True)
+        replace_file(path, f"{earlier}{line}\n".encode(), durable=True)
     if changed or not (run.folder / CONFIG).exists():
         replace_file(run.folder / CONFIG, configs.dump(config).encode(), durable=True)
-
-
-def read_changes(run: Run) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in _read(run).splitlines()]
-
-
-def _read(run: Run) -> str:
-    path = run.folder / CHANGES
-    return path.read_text() if path.exists() else ""

@@ -1,13 +1,15 @@
 """Tables of what a run has reached, by the headline metrics of its task."""
 
+import statistics
 from collections.abc import Mapping
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from tinypod.experiment import Experiment
-from tinypod.runs.curves import summary
 from tinypod.runs.folder import Run
+from tinypod.runs.metrics import MetricsLog
 from tinypod.tasks.task import Task
 
 
@@ -26,16 +28,21 @@ def scores_table(title: str, task: Task, scores: Mapping[str, float]) -> Table:
 
 
 def summary_table(run: Run, experiment: Experiment, step: int, best: tuple[int, float] | None) -> Table:
-    facts = summary(run.folder)
+    """What `tinypod train` shows at its end."""
+    last: dict[str, Any] = {}  # the last value of each metric
+    rows = MetricsLog(run.folder).read()
+    for row in rows:
+        last |= row
     table = Table(title=Text(str(run)), show_header=False, title_justify="left")
     table.add_row("steps done", f"{step:,}")
     for metric in experiment.task.headline[:2]:
-        if (value := facts["eval"].get(f"eval/{metric.name}")) is not None:
-            table.add_row(f"held-out {metric.label}", metric.show(value))
+        if f"eval/{metric.name}" in last:
+            table.add_row(f"held-out {metric.label}", metric.show(last[f"eval/{metric.name}"]))
     if best is not None and experiment.best is not None:
         table.add_row("best checkpoint", f"step {best[0]:,} ({experiment.best.label} {experiment.best.show(best[1])})")
-    for name, label in (("final_loss", "last loss"), ("examples_per_s", "examples/s")):
-        if facts[name] is not None:
-            table.add_row(label, f"{facts[name]:,.4g}")
+    if "train/loss" in last:
+        table.add_row("last loss", f"{last['train/loss']:,.4g}")
+    if speeds := [row["perf/examples_per_s"] for row in rows if "perf/examples_per_s" in row]:
+        table.add_row("examples/s", f"{statistics.median(speeds):,.4g}")
     table.add_row("curves", Text(str(run.folder / "curves.png")))
     return table

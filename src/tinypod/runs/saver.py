@@ -17,7 +17,8 @@ from tinypod.cluster.agreement import Cluster
 from tinypod.errors import ConfigError, DamagedError, StorageError
 from tinypod.experiment import Experiment
 from tinypod.runs.checkpoints import Checkpoints
-from tinypod.runs.folder import SET_ASIDE, Run
+from tinypod.runs.folder import Run
+from tinypod.runs.set_aside import SET_ASIDE
 from tinypod.runs.terminal import say, warn
 from tinypod.step import TrainState
 
@@ -65,17 +66,13 @@ class Saver:
         self._saved_at = time.monotonic()
         self._failed_at: float | None = None
 
-    def latest(self, from_step: int | None = None) -> int | None:
-        """The step to resume from, as process 0 sees it; None: there is no checkpoint."""
-        return self._broadcast("latest", self.checkpoints.latest()) if from_step is None else from_step
-
-    def latest_before(self, step: int) -> int | None:
-        kept = [known for known in self.checkpoints.steps() if known < step]
-        return self._broadcast("rollback", max(kept, default=None))
+    def latest(self, before: float = math.inf) -> int | None:
+        """The latest checkpoint before a step, as process 0 sees it."""
+        return self._broadcast("latest", max((s for s in self.checkpoints.steps() if s < before), default=None))
 
     def best(self) -> tuple[int, float] | None:
         found = self._broadcast("best", self.checkpoints.best())
-        return None if found is None else (int(found[0]), float(found[1]))
+        return found and (found[0], found[1])
 
     def restore(self, step: int, *, set_newer_aside: bool = False) -> Restored:
         """The state of a step; under a supervisor, a damaged one is set aside and the one before it is used."""

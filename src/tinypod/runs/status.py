@@ -24,7 +24,7 @@ from tinypod.runs.terminal import duration
 
 _SLOW = 1.2  # times the median of all processes
 _STEPS_BETWEEN = 2  # loops run ahead of their devices by a step or two
-_STYLES = {"ok": "green", "lagging": "yellow", "slow": "yellow", "silent": "red", "gone": "red", "unreadable": "red"}
+_STYLES = {"ok": "green", "lagging": "yellow", "slow": "yellow", "ended: done": "green"}
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,16 @@ class ProcessStatus:
 
 @dataclass(frozen=True)
 class RunStatus:
+    time: float  # when it was looked at; Unix seconds, as all times
     processes: list[ProcessStatus]
     missing: list[int]  # that the others count and that have no heartbeat
     steps: int | None  # that the config asks for
     checkpoints: list[int]
     goodput: goodput.Goodput
-    summary: str
+
+    @property
+    def step(self) -> int:
+        return max((process.heartbeat.step for process in self.processes), default=0)
 
 
 def read_status(run_folder: Path, now: float, checkpoints: Path | str | None = None) -> RunStatus:
@@ -56,42 +60,38 @@ def read_status(run_folder: Path, now: float, checkpoints: Path | str | None = N
             "that `tinypod train` wrote to, e.g. runs/demo"
         )
     beats = heartbeat.read_heartbeats(run_folder / HEALTH)
-    count = beats[0].count if beats and beats[0].process == 0 else 0
-    beats = [beat for beat in beats if not count or beat.process < count]  # not of an earlier start with more
-    processes = judge(beats, now)
-    known = {beat.process for beat in beats}
-    missing = [i for i in range(max((beat.count for beat in beats), default=0)) if i not in known]
+    # Process 0 knows how many there are; others may be of an earlier start with more.
+    count = max((beat.count for beat in beats if beat.process == 0), default=0)
+    count = count or max((beat.count for beat in beats), default=0)
+    beats = [beat for beat in beats if not count or beat.process < count]
+    missing = sorted(set(range(count)) - {beat.process for beat in beats})
+    where = _checkpoint_steps(checkpoints or run_folder / "checkpoints")
     steps = _configured_steps(run_folder)
-    return RunStatus(
-        processes=processes,
-        missing=missing,
-        steps=steps,
-        checkpoints=_checkpoint_steps(checkpoints or run_folder / "checkpoints"),
-        goodput=goodput.summarise(run_folder),
-        summary=_summary(processes, missing, steps, now),
-    )
+    return RunStatus(now, judge(beats, now), missing, steps, where, goodput.summarise(run_folder))
 
 
 def judge(beats: list[Heartbeat], now: float) -> list[ProcessStatus]:
     """A verdict on each process, from all of them together."""
     readable = [beat for beat in beats if beat.unreadable is None]
-    live = [beat for beat in readable if _verdict(beat, now) == "ok"]  # not what an earlier start left behind
-    furthest = max(live or readable, key=lambda beat: (beat.step, beat.time), default=None)
+    live = [beat for beat in readable if _alone(beat, now) == "ok"]  # not what an earlier start left behind
+    if not readable:
+        return [ProcessStatus(beat, 0, "unreadable") for beat in beats]
+    furthest = max(live or readable, key=lambda beat: (beat.step, beat.time))
     typical_ms = statistics.median([beat.step_ms["p50"] for beat in readable if "p50" in beat.step_ms] or [0.0])
     statuses = []
     for beat in beats:
-        lag = max(0, furthest.step - beat.step) if furthest is not None and beat.unreadable is None else 0
-        verdict = _verdict(beat, now)
-        if verdict == "ok" and furthest is not None:
-            if lag > _STEPS_BETWEEN + _steps_since(beat, furthest):
-                verdict = "lagging"
-            elif typical_ms > 0 and beat.step_ms.get("p50", 0.0) >= _SLOW * typical_ms:
-                verdict = "slow"
+        lag = max(0, furthest.step - beat.step) if beat.unreadable is None else 0
+        verdict = _alone(beat, now)
+        if verdict == "ok" and lag > _STEPS_BETWEEN + _steps_since(beat, furthest):
+            verdict = "lagging"
+        elif verdict == "ok" and beat.step_ms.get("p50", -1.0) >= _SLOW * typical_ms:
+            verdict = "slow"
         statuses.append(ProcessStatus(beat, lag, verdict))
     return statuses
 
 
-def _verdict(beat: Heartbeat, now: float) -> str:
+def _alone(beat: Heartbeat, now: float) -> str:
+    """The verdict on a process by its own heartbeat."""
     if beat.unreadable is not None:
         return "unreadable"
     if beat.ended is not None:
@@ -103,78 +103,90 @@ def _verdict(beat: Heartbeat, now: float) -> str:
 
 def _steps_since(beat: Heartbeat, furthest: Heartbeat) -> float:
     """Steps that the furthest process may have done after this one wrote its heartbeat."""
-    step_ms = furthest.step_ms.get("p50")
     elapsed_s = max(0.0, furthest.time - beat.time)
-    if step_ms is None:  # no step was timed yet: nothing to judge by
+    if "p50" not in furthest.step_ms:  # no step was timed yet: nothing to judge by
         return float("inf") if elapsed_s > 0 else 0.0
-    return 1000 * elapsed_s / max(step_ms, 1e-3)
+    return 1000 * elapsed_s / max(furthest.step_ms["p50"], 1e-3)
 
 
-def render_status(run_folder: Path, now: float, checkpoints: Path | str | None = None) -> RenderableType:
+def summary(status: RunStatus) -> str:
+    """One line."""
+    processes = status.processes
+    if not processes:
+        return "no heartbeat: this run has not started yet"
+    where = f"step {status.step:,}" + (f" of {status.steps:,}" if status.steps is not None else "")
+    count, alive = len(processes) + len(status.missing), sum(process.alive for process in processes)
+    if alive:
+        behind = sum(process.verdict in ("lagging", "slow") for process in processes)
+        stragglers = f", {behind} straggler{'s' if behind > 1 else ''}" if behind else ""
+        dead = f", {count - alive} not alive" if count > alive else ""
+        return f"running: {alive} of {count} process{'es' if count > 1 else ''}, {where}{stragglers}{dead}"
+    readable = [process.heartbeat for process in processes if process.heartbeat.unreadable is None]
+    if not readable:
+        return "no heartbeat can be read"
+    last = max(readable, key=lambda beat: beat.time)
+    when = f"{datetime.fromtimestamp(last.time):%Y-%m-%d %H:%M:%S}, {duration(last.age(status.time))} ago"
+    ends = {beat.ended for beat in readable}
+    if ends == {"done"}:
+        return f"done: {where}, ended {when}"
+    return "; ".join([f"no process is alive: {where}, last seen {when}", *sorted(filter(None, ends - {"done"}))])
+
+
+def render_status(status: RunStatus) -> RenderableType:
     """For a terminal of 100 columns."""
-    status = read_status(run_folder, now, checkpoints)
-    parts: list[RenderableType] = [Text(status.summary, style="bold")]
+    parts: list[RenderableType] = [Text(summary(status), style="bold")]
     if status.processes:
-        parts.append(_table(status, now))
+        parts += [_table(status), *_notes(status)]
     if status.checkpoints:
         shown = ", ".join(f"{step:,}" for step in status.checkpoints[-5:])
         parts.append(Text(f"checkpoints: {'… ' if len(status.checkpoints) > 5 else ''}{shown}"))
     return Group(*parts, goodput_view.render(status.goodput))
 
 
-def as_json(run_folder: Path, now: float, checkpoints: Path | str | None = None) -> dict[str, Any]:
-    """The same for programs; times are Unix seconds."""
-    status = read_status(run_folder, now, checkpoints)
+def as_json(status: RunStatus) -> dict[str, Any]:
+    """The same for programs."""
     processes = [
         {**process.heartbeat.model_dump(), "lag": process.lag, "verdict": process.verdict, "alive": process.alive}
         for process in status.processes
     ]
-    time_spent = {"total_s": status.goodput.total_s, "goodput": status.goodput.goodput, **asdict(status.goodput)}
-    return {
-        "summary": status.summary,
-        "time": now,
-        "running": any(process.alive for process in status.processes),
-        "step": _furthest(status.processes),
-        "steps": status.steps,
-        "processes": processes,
-        "missing": status.missing,
-        "checkpoints": status.checkpoints,
-        "goodput": time_spent,
-    }
+    spent = {"total_s": status.goodput.total_s, "goodput": status.goodput.goodput, **asdict(status.goodput)}
+    running = any(process.alive for process in status.processes)
+    known = {"time": status.time, "steps": status.steps, "missing": status.missing, "checkpoints": status.checkpoints}
+    found = {"summary": summary(status), "running": running, "step": status.step}
+    return {**found, **known, "processes": processes, "goodput": spent}
 
 
-def _table(status: RunStatus, now: float) -> RenderableType:
+def _table(status: RunStatus) -> Table:
     """Narrow columns; what needs words comes below."""
     table = Table(box=None, header_style="dim", padding=(0, 1), pad_edge=False)
     for name in ("#", "host", "pid", "step", "lag", "phase", "for", "ms p50/p90/max", "seen", "verdict"):
         left = name in ("host", "phase", "verdict")
         table.add_column(name, justify="left" if left else "right", no_wrap=True, max_width=16 if left else None)
+    for process in status.processes:
+        beat, style = (
+            process.heartbeat,
+            _STYLES.get(process.verdict, "red" if not process.heartbeat.ended else "yellow"),
+        )
+        verdict = Text("done" if beat.ended == "done" else process.verdict.partition(": ")[0], style=style)
+        doing = (beat.phase, _short(status.time - beat.phase_since)) if beat.ended is None else ("", "")
+        times = "/".join(f"{beat.step_ms[name]:.4g}" for name in ("p50", "p90", "max") if name in beat.step_ms)
+        lag, seen = f"{process.lag:,}" if process.lag else "", _short(beat.age(status.time))
+        cells = [beat.host, str(beat.pid), f"{beat.step:,}", lag, *doing, times, seen]
+        table.add_row(str(beat.process), *(cells if beat.unreadable is None else [""] * 8), verdict)
+    for number in status.missing:
+        table.add_row(str(number), *[""] * 8, Text("no heartbeat", style="red"))
+    return table
+
+
+def _notes(status: RunStatus) -> list[Text]:
     notes = []
     for process in status.processes:
         beat = process.heartbeat
-        verdict, _, how = process.verdict.partition(": ")
-        style = _STYLES.get(verdict, "green" if how == "done" else "yellow")
         if beat.unreadable is not None:
             notes.append(f"process {beat.process}: its heartbeat cannot be read: {beat.unreadable}")
-            table.add_row(str(beat.process), *[""] * 8, Text(verdict, style=style))
-            continue
-        if how not in ("", "done"):
+        elif beat.ended not in (None, "done"):
             notes.append(f"process {beat.process} {process.verdict}")
-        table.add_row(
-            str(beat.process),
-            beat.host,
-            str(beat.pid),
-            f"{beat.step:,}",
-            f"{process.lag:,}" if process.lag else "",
-            beat.phase if beat.ended is None else "",
-            _short(now - beat.phase_since) if beat.ended is None else "",
-            "/".join(f"{beat.step_ms[name]:.4g}" for name in ("p50", "p90", "max") if name in beat.step_ms),
-            _short(beat.age(now)),
-            Text("done" if how == "done" else verdict, style=style),
-        )
-    for number in status.missing:
-        table.add_row(str(number), *[""] * 8, Text("no heartbeat", style="red"))
-    return Group(table, *(Text(note, style="yellow") for note in notes))
+    return [Text(note, style="yellow") for note in notes]
 
 
 def _short(seconds: float) -> str:
@@ -184,36 +196,6 @@ def _short(seconds: float) -> str:
             return f"{max(0.0, seconds):.{digits}f} {unit}"
         seconds /= size
     return f"{seconds:.1f} d"
-
-
-def _summary(processes: list[ProcessStatus], missing: list[int], steps: int | None, now: float) -> str:
-    if not processes:
-        return "no heartbeat: this run has not started yet"
-    of = f" of {steps:,}" if steps is not None else ""
-    where = f"step {_furthest(processes):,}{of}"
-    alive = sum(process.alive for process in processes)
-    count = len(processes) + len(missing)
-    if alive:
-        behind = sum(process.verdict in ("lagging", "slow") for process in processes)
-        absent = count - alive
-        parts = [f"running: {alive} of {count} process{'es' if count > 1 else ''}", where]
-        parts += [f"{behind} straggler{'s' if behind > 1 else ''}"] if behind else []
-        parts += [f"{absent} not alive"] if absent else []
-        return ", ".join(parts)
-    readable = [process.heartbeat for process in processes if process.heartbeat.unreadable is None]
-    if not readable:
-        return "no heartbeat can be read"
-    last = max(readable, key=lambda beat: beat.time)
-    when = f"{datetime.fromtimestamp(last.time):%Y-%m-%d %H:%M:%S}, {duration(last.age(now))} ago"
-    if {beat.ended for beat in readable} == {"done"}:
-        return f"done: {where}, ended {when}"
-    ends = {beat.ended for beat in readable if beat.ended not in (None, "done")}
-    how = f"; {'; '.join(sorted(filter(None, ends)))}" if ends else ""
-    return f"no process is alive: {where}, last seen {when}{how}"
-
-
-def _furthest(processes: list[ProcessStatus]) -> int:
-    return max((process.heartbeat.step for process in processes), default=0)
 
 
 def _configured_steps(run_folder: Path) -> int | None:
@@ -227,9 +209,6 @@ def _configured_steps(run_folder: Path) -> int | None:
 
 def _checkpoint_steps(where: Path | str) -> list[int]:
     with storage.explained(where):
-        folder = storage.folder(where)
-        if not folder.is_dir():
-            return []
-        found = [path for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()]
-        complete = [path for path in found if not storage.is_remote(where) or (path / storage.MARKER).exists()]
-        return sorted(int(path.name) for path in complete)
+        folder, remote = storage.folder(where), storage.is_remote(where)
+        found = [path for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
+        return sorted(int(path.name) for path in found if not remote or (path / storage.MARKER).exists())

@@ -31,13 +31,9 @@ class TrainingProgress:
         self._began = self._said = time.monotonic()
         self._live: Progress | None = None
         if console.is_terminal:
-            columns = (
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(),
-                TextColumn("{task.fields[line]}"),
-            )
-            self._live = Progress(*columns, TextColumn("· ETA"), TimeRemainingColumn(), console=console)
+            line, eta = TextColumn("{task.fields[line]}"), TextColumn("· ETA")
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), line, eta, TimeRemainingColumn())
+            self._live = Progress(*columns, console=console)
             self._task = self._live.add_task("", total=total, completed=start, line="")
 
     def __enter__(self) -> "TrainingProgress":
@@ -83,14 +79,8 @@ def counting(console: Console, what: str, total: int | None) -> Iterator[Callabl
     if not console.is_terminal:
         yield lambda done: None
         return
-    with Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    ) as live:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as live:
         task = live.add_task(what, total=total)
         yield lambda done: live.advance(task, done)
 

@@ -9,34 +9,35 @@ import math
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from tinypod.errors import UserError
 from tinypod.models.trm import Params
+from tinypod.runs.checksums import flatten
+from tinypod.sharding import path_of
 
 StateDict = dict[str, np.ndarray]
 
 # our path -> (their name, whether to transpose)
-_PLAIN: dict[tuple[str, ...], tuple[str, bool]] = {
-    ("embed", "tokens"): ("embed_tokens.embedding_weight", False),
-    ("embed", "positions"): ("embed_pos.embedding_weight", False),
-    ("head",): ("lm_head.weight", True),
-    ("q_head", "weight"): ("q_head.weight", True),
-    ("q_head", "bias"): ("q_head.bias", False),
-    ("z_init", "H"): ("H_init", False),
-    ("z_init", "L"): ("L_init", False),
-    ("puzzle_table",): ("puzzle_emb.weights", False),
+_PLAIN = {
+    "embed.tokens": ("embed_tokens.embedding_weight", False),
+    "embed.positions": ("embed_pos.embedding_weight", False),
+    "head": ("lm_head.weight", True),
+    "q_head.weight": ("q_head.weight", True),
+    "q_head.bias": ("q_head.bias", False),
+    "z_init.H": ("H_init", False),
+    "z_init.L": ("L_init", False),
+    "puzzle_table": ("puzzle_emb.weights", False),
 }
-_LAYERED: dict[tuple[str, ...], str] = {
-    ("layers", "token_mlp", "gate_up"): "mlp_t.gate_up_proj.weight",
-    ("layers", "token_mlp", "down"): "mlp_t.down_proj.weight",
-    ("layers", "attention", "qkv"): "self_attn.qkv_proj.weight",
-    ("layers", "attention", "out"): "self_attn.o_proj.weight",
-    ("layers", "mlp", "gate_up"): "mlp.gate_up_proj.weight",
-    ("layers", "mlp", "down"): "mlp.down_proj.weight",
+_LAYERED = {
+    "layers.token_mlp.gate_up": "mlp_t.gate_up_proj.weight",
+    "layers.token_mlp.down": "mlp_t.down_proj.weight",
+    "layers.attention.qkv": "self_attn.qkv_proj.weight",
+    "layers.attention.out": "self_attn.o_proj.weight",
+    "layers.mlp.gate_up": "mlp.gate_up_proj.weight",
+    "layers.mlp.down": "mlp.down_proj.weight",
 }
-
-
 PREFIXES = ("_orig_mod.", "model.", "inner.")
 
 
@@ -44,20 +45,21 @@ def from_state_dict(state_dict: StateDict, like: Params) -> Params:
     """Their weights in the structure of `like` (our parameters, real or abstract); every name and shape must match."""
     theirs = {_bare(name): np.asarray(value, np.float32) for name, value in state_dict.items()}
     wrong: list[str] = []
-    params: Params = {}
-    for path, wanted in _leaves(like):
+
+    def take(key_path: tuple[Any, ...], wanted: Any) -> np.ndarray | None:
+        path = path_of(key_path)
         names = _their_names(path, wanted.shape[0])
-        missing = [name for name in names if name not in theirs]
-        if missing:
-            wrong += [f"missing from the file: {name}" for name in missing]
-            continue
+        if missing := [name for name in names if name not in theirs]:
+            wrong.extend(f"missing from the file: {name}" for name in missing)
+            return None
         found = [theirs.pop(name) for name in names]
         value = np.stack([x.T for x in found]) if path in _LAYERED else found[0].T if _PLAIN[path][1] else found[0]
-        flat = _flat_shape(path, wanted.shape)
-        if value.shape != flat:
-            wrong.append(f"{'/'.join(path)}: the file has {value.shape}, this config {flat}")
-            continue
-        _place(params, path, np.ascontiguousarray(value).reshape(wanted.shape))
+        if value.shape != (flat := _flat_shape(path, wanted.shape)):
+            wrong.append(f"{path}: the file has {value.shape}, this config {flat}")
+            return None
+        return np.ascontiguousarray(value).reshape(wanted.shape)
+
+    params: Params = jax.tree_util.tree_map_with_path(take, like)
     wrong += [f"in the file, but not in this config: {name}" for name in sorted(theirs)]
     if wrong:
         raise UserError("these are the weights of another model:\n" + "\n".join(f"  {line}" for line in wrong))
@@ -67,7 +69,7 @@ def from_state_dict(state_dict: StateDict, like: Params) -> Params:
 def to_state_dict(params: Params) -> StateDict:
     """Our parameters under the authors' names and in their orientation."""
     state_dict: StateDict = {}
-    for path, leaf in _leaves(params):
+    for path, leaf in flatten(params).items():
         value = np.asarray(leaf).reshape(_flat_shape(path, leaf.shape))
         names = _their_names(path, value.shape[0])
         pieces = [layer.T for layer in value] if path in _LAYERED else [value.T if _PLAIN[path][1] else value]
@@ -115,28 +117,16 @@ def _bare(name: str) -> str:
     return name
 
 
-def _their_names(path: tuple[str, ...], num_layers: int) -> list[str]:
+def _their_names(path: str, num_layers: int) -> list[str]:
     if path in _LAYERED:
         return [f"L_level.layers.{i}.{_LAYERED[path]}" for i in range(num_layers)]
     return [_PLAIN[path][0]]
 
 
-def _flat_shape(path: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+def _flat_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """[layers, in, out], where ours splits `out` (of gate_up, qkv) or `in` (of the attention's out) into more."""
     if path not in _LAYERED:
         return shape
-    if path[-1] == "out":
+    if path.endswith(".out"):
         return (shape[0], math.prod(shape[1:-1]), shape[-1])
     return (shape[0], shape[1], math.prod(shape[2:]))
-
-
-def _leaves(tree: Params, prefix: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
-    if not isinstance(tree, dict):
-        return [(prefix, tree)]
-    return [leaf for name, value in tree.items() for leaf in _leaves(value, (*prefix, name))]
-
-
-def _place(tree: Params, path: tuple[str, ...], value: np.ndarray) -> None:
-    for name in path[:-1]:
-        tree = tree.setdefault(name, {})
-    tree[path[-1]] = value
