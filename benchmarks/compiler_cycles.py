@@ -11,8 +11,9 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
-from tinypod.plan import hlo, slices
+from tinypod.plan import slices
 from tinypod.plan.compiler import ALONE
+from tinypod.plan.hlo.program import read
 
 os.environ.update(ALONE)  # before JAX starts
 
@@ -29,7 +30,7 @@ def cycles_of(function: Callable[..., Any], *shapes: tuple[int, ...], device: An
     arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding) for shape in shapes]
     text = jax.jit(function).lower(*arguments).compile().as_text()
     assert text is not None
-    return hlo.read(text, {"data": 1}).cycles
+    return read(text, {"data": 1}).cycles
 
 
 def main() -> None:

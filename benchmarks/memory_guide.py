@@ -60,6 +60,7 @@ def largest_batch(
 def _crossing(plan: Plan, rows: int) -> int:
     """Rows a device at which the straight line through this plan meets the memory that there is."""
     memory = plan.analysis.memory
+    assert plan.usable_bytes is not None
     fixed = memory.state - memory.carry
     each = max(1.0, (memory.needed - fixed) / rows)
     return int((_AIM * plan.usable_bytes - fixed) / each) // _STEP * _STEP

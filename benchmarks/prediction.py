@@ -24,11 +24,14 @@ from tinypod.plan.slices import GIB
 def row(path: str, overrides: list[str]) -> tuple[str, float]:
     config = configs.load(path, overrides, ExperimentConfig)
     plan = local_device.plan_here(config, Console(stderr=True), measure=True)
+    predicted = plan.prediction
+    assert predicted is not None
     assert plan.measured_s is not None
     assert plan.ratio is not None
     peak = "–" if plan.measured_peak_bytes is None else f"{plan.measured_peak_bytes / GIB:.1f}"
     shown = " ".join(f"`{text}`" for text in overrides) or "–"
-    times = " | ".join(f"{1e3 * x:.1f}" for x in (plan.compute_s, plan.memory_s, plan.predicted_s, plan.measured_s))
+    seconds = (predicted.compute_s, predicted.hbm_s, predicted.step_s, plan.measured_s)
+    times = " | ".join(f"{1e3 * x:.1f}" for x in seconds)
     needed = plan.analysis.memory.needed / GIB
     return f"| {Path(path).stem} | {shown} | {times} | {plan.ratio:.2f} | {needed:.1f} | {peak} |", plan.ratio
 

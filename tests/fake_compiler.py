@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tinypod.plan import compiler as tpu_compiler
-from tinypod.plan.analysis import Analysis, KernelGroup, Memory, Traffic, Work
+from tinypod.plan.analysis import Analysis, Memory
+from tinypod.plan.hlo.program import Collective, Kernel, Program
 from tinypod.plan.slices import GIB
 
 
@@ -18,20 +19,12 @@ def install(monkeypatch: pytest.MonkeyPatch, cache: Path, **settings) -> "FakeCo
     return fake
 
 
-def work(kernels: list[KernelGroup], collectives: tuple[Traffic, ...] = ()) -> Work:
-    return Work(
-        kernels=tuple(kernels),
-        collectives=collectives,
-        arguments=2,
-        donated=1,
-        unknown_loops=0,
-        opaque_calls=(),
-        unwanted=(),
-    )
+def work(kernels: list[Kernel], collectives: tuple[Collective, ...] = ()) -> Program:
+    return Program(tuple(kernels), collectives, frozenset({0}), unknown_loops=(), opaque_calls=(), unwanted=())
 
 
-def kernel(runs: int = 1, flops: float = 0, hbm_bytes: float = 0, cycles: int | None = None) -> KernelGroup:
-    return KernelGroup(runs=runs, flops=flops, hbm_bytes=hbm_bytes, cycles=cycles)
+def kernel(runs: int = 1, flops: float = 0, hbm_bytes: float = 0, cycles: int | None = None) -> Kernel:
+    return Kernel("fusion", runs, flops, hbm_bytes, cycles)
 
 
 class FakeCompiler:

@@ -1,4 +1,4 @@
-"""Commands for hardware that is not here yet."""
+"""`tinypod plan`."""
 
 import re
 from pathlib import Path
@@ -9,6 +9,7 @@ from rich.console import Console
 
 from tinypod.cli.shared import Overrides, app, console, errors, load_config
 from tinypod.errors import UserError
+from tinypod.runs.terminal import say
 
 LOCAL = "local"
 
@@ -52,14 +53,26 @@ def plan(
         raise UserError("--slice local stands alone: without other slices, --budget or --dollars")
     if measure and names != [LOCAL]:
         raise UserError("--measure runs steps, so it needs --slice local")
+    hours = None if budget is None else parse_hours(budget)
     loaded = load_config(config, overrides)
     if names == [LOCAL]:
-        _plan_local(loaded, measure=measure, search=search, as_json=as_json)
-    elif ranked:
-        hours = None if budget is None else parse_hours(budget)
-        _rank(loaded, names, hours, max_dollars, spot=spot, grant=grant, prices=prices_file, fresh=fresh, json_=as_json)
-    else:
-        _plan_slices(loaded, names, grant=grant, prices=prices_file, search=search, fresh=fresh, json_=as_json)
+        from tinypod.plan.local import plan_local
+
+        return _show([plan_local(loaded, errors, measure=measure, search=search)], None, as_json)
+
+    from tinypod.plan.planner import Planner, check
+    from tinypod.plan.prices import read_prices
+    from tinypod.plan.search import Budget, plan_slice, rank
+    from tinypod.plan.slices import find_slice
+
+    targets = list(dict.fromkeys(find_slice(name) for name in names))
+    prices = read_prices(prices_file, grant=grant)
+    for target in targets:  # before minutes are spent on the first
+        check(loaded, target)
+    planner = Planner(loaded, prices, errors, fresh=fresh)
+    if ranked:
+        return _show_ranking(rank(planner, targets or None, Budget(hours, max_dollars, spot)), prices, as_json)
+    _show([plan_slice(planner, target, search=search) for target in targets], prices, as_json)
 
 
 def parse_hours(text: str) -> float:
@@ -70,73 +83,24 @@ def parse_hours(text: str) -> float:
     return float(found[1]) * {"m": 1 / 60, "h": 1.0, "d": 24.0}[found[2]]
 
 
-def _plan_slices(
-    config: Any, names: list[str], *, grant: bool, prices: Path | None, search: bool, fresh: bool, json_: bool
-) -> None:
-    import json
-    from functools import partial
+def _show(answers: Any, prices: Any, as_json: bool) -> None:
+    from tinypod.plan import tables
 
-    from tinypod.plan import slices as table
-    from tinypod.plan import tables as plan_tables
-    from tinypod.plan.planner import Planner
-    from tinypod.plan.planner import check as check_mesh
-    from tinypod.plan.prices import read_prices
-    from tinypod.plan.search import find_fit
-
-    targets = list(dict.fromkeys(table.find_slice(name) for name in names))
-    for target in targets:  # before minutes are spent on the first
-        check_mesh(config, target)
-    price_table = read_prices(prices)
-    planner = Planner(config, price_table, errors, grant=grant, fresh=fresh)
-    shown, messages, answers = [], [], []
-    for target in targets:
-        made = planner.plan(target)
-        shown.append(made)
-        proposal = None
-        if not made.fits:
-            if search:
-                proposal = find_fit(config, made, partial(planner.plan, target))
-            shown += [proposal] if proposal else []
-            messages.append(plan_tables.too_large(made, proposal))
-        answers.append(plan_tables.as_json(made, proposal))
-    if json_:
-        print(json.dumps({"prices": price_table.model_dump(mode="json"), "plans": answers}))
-        return
-    _print(plan_tables.tables(shown, price_table, grant=grant))
-    for message in messages:
-        console.print(message, style="yellow", highlight=False, soft_wrap=True)
+    if as_json:
+        return _print_json(prices, plans=[tables.as_json(*answer) for answer in answers])
+    _print(tables.tables(answers, prices))
+    for plan, proposal in answers:
+        if not plan.fits:
+            say(console, tables.too_large(plan, proposal), "yellow")
 
 
-def _rank(
-    config: Any,
-    names: list[str],
-    hours: float | None,
-    max_dollars: float | None,
-    *,
-    spot: bool,
-    grant: bool,
-    prices: Path | None,
-    fresh: bool,
-    json_: bool,
-) -> None:
-    import json
+def _show_ranking(ranking: Any, prices: Any, as_json: bool) -> None:
+    from tinypod.plan import tables
 
-    from tinypod.plan import slices as table
-    from tinypod.plan import tables as plan_tables
-    from tinypod.plan.planner import Planner
-    from tinypod.plan.prices import read_prices
-    from tinypod.plan.search import rank
-
-    price_table = read_prices(prices)
-    targets = list(dict.fromkeys(table.find_slice(name) for name in names)) or None
-    planner = Planner(config, price_table, errors, grant=grant, fresh=fresh)
-    ranked = rank(planner, targets, max_hours=hours, max_dollars=max_dollars, spot=spot)
-    if json_:
-        listed = [entry.as_json() for entry in ranked.entries]
-        prices_used = price_table.model_dump(mode="json")
-        print(json.dumps({"prices": prices_used, "slices": listed, "left_out": ranked.left_out}))
-    else:
-        _print(plan_tables.ranking(ranked, price_table, grant=grant))
+    if as_json:
+        entries = [entry.model_dump(mode="json") for entry in ranking.entries]
+        return _print_json(prices, slices=entries, left_out=ranking.left_out)
+    _print(tables.ranking(ranking, prices))
 
 
 def _print(tables: Any) -> None:
@@ -145,17 +109,7 @@ def _print(tables: Any) -> None:
     Console(width=max(console.width, WIDTH)).print(tables)
 
 
-def _plan_local(config: Any, *, measure: bool, search: bool, as_json: bool) -> None:
+def _print_json(prices: Any, **answer: Any) -> None:
     import json
 
-    from tinypod.plan import local as local_device
-
-    shown = [local_device.plan_here(config, errors, measure=measure)]
-    if not shown[0].fits and search:
-        found = local_device.find_fit_here(config, shown[0], errors, measure=measure)
-        shown += [found] if found else []
-    if as_json:
-        print(json.dumps({"plans": [local_device.as_json(plan) for plan in shown]}))
-        return
-    for plan in shown:
-        console.print(local_device.render(plan))
+    print(json.dumps(({} if prices is None else {"prices": prices.model_dump(mode="json")}) | answer))

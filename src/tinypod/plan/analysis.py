@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from tinypod import sharding
 from tinypod.experiment import Experiment
 from tinypod.health.memory import is_out_of_memory, step_bytes
-from tinypod.plan import hlo
+from tinypod.plan.hlo.program import Program, read
 from tinypod.step import bind_loss, draw_batch
 
 _NEEDED = re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM")  # as the TPU compiler says it
@@ -48,70 +48,12 @@ class Memory(Facts):
         return self.weights + self.optimizer + self.averages + self.carry + self.data
 
 
-class Traffic(Facts):
-    """Collectives of one kind over the same axes, in one step."""
-
-    op: str
-    axes: tuple[str, ...]
-    group_size: int
-    runs: int
-    payload_bytes: float
-    wire_bytes: float  # sent by a device, if its group is a ring
-
-
-class KernelGroup(Facts):
-    """Kernels with the same work, in one step."""
-
-    runs: int
-    flops: float
-    hbm_bytes: float
-    cycles: int | None
-
-    def roofline_s(self, flops: float, bandwidth: float) -> float:
-        return max(self.flops / flops, self.hbm_bytes / bandwidth)
-
-
-class Work(Facts):
-    kernels: tuple[KernelGroup, ...]
-    collectives: tuple[Traffic, ...]
-    arguments: int
-    donated: int  # arguments whose memory an output takes over
-    unknown_loops: int  # counted once
-    opaque_calls: tuple[str, ...]  # whose products are not counted
-    unwanted: tuple[str, ...]  # float64, calls of the host, shapes that are known only at run time
-
-    @property
-    def flops(self) -> float:
-        return sum(kernel.runs * kernel.flops for kernel in self.kernels)
-
-    @property
-    def hbm_bytes(self) -> float:
-        return sum(kernel.runs * kernel.hbm_bytes for kernel in self.kernels)
-
-    def roofline_s(self, flops: float, bandwidth: float) -> float:
-        """Kernel after kernel, each limited by its products at so many FLOP/s or its bytes at so many bytes/s."""
-        return sum(kernel.runs * kernel.roofline_s(flops, bandwidth) for kernel in self.kernels)
-
-    def notes(self) -> list[str]:
-        """What the numbers leave out, and what should not be in a step."""
-        notes = [f"the program has a {what}" for what in self.unwanted[:3]]
-        if self.unknown_loops:
-            notes.append(f"{self.unknown_loops} loops whose number of turns cannot be read are counted once")
-        if self.opaque_calls:
-            notes.append(f"the arithmetic inside {', '.join(sorted(set(self.opaque_calls)))} is not counted")
-        return notes
-
-    @property
-    def kernel_runs(self) -> int:
-        return sum(kernel.runs for kernel in self.kernels)
-
-
 class Analysis(Facts):
     """Of one config on one set of devices. `work` is None where the compiler ran out of memory."""
 
     mesh: dict[str, int]
     memory: Memory
-    work: Work | None
+    work: Program | None
     compile_s: float  # tracing and lowering, too
 
 
@@ -131,7 +73,7 @@ def analyse(experiment: Experiment) -> tuple[Analysis, Any]:
         return Analysis(mesh=mesh, memory=memory, work=None, compile_s=time.perf_counter() - began), None
     compile_s = time.perf_counter() - began
     memory = split_memory(experiment, step_bytes(compiled))
-    work = _work(hlo.read(compiled.as_text(), mesh))
+    work = read(compiled.as_text(), mesh)
     return Analysis(mesh=mesh, memory=memory, work=work, compile_s=compile_s), compiled
 
 
@@ -172,41 +114,3 @@ def kept_for_backward(experiment: Experiment) -> int:
     kept = {id(var): var.aval for var in jaxpr.outvars if id(var) not in given}
     size = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in kept.values() if hasattr(aval, "shape"))
     return size // (sharding.num_batch_shards(experiment.mesh) * experiment.config.accumulation)
-
-
-def _work(program: hlo.Program) -> Work:
-    kernels: dict[tuple[Any, ...], int] = {}
-    for kernel in program.kernels:
-        work = (kernel.flops, kernel.hbm_bytes, kernel.cycles)
-        kernels[work] = kernels.get(work, 0) + kernel.runs
-    collectives: dict[tuple[str, tuple[str, ...], int], list[hlo.Collective]] = {}
-    for collective in program.collectives:
-        if collective.group_size > 1:
-            kind = (collective.op, collective.axes, collective.group_size)
-            collectives.setdefault(kind, []).append(collective)
-    return Work(
-        kernels=tuple(
-            KernelGroup(runs=runs, flops=flops, hbm_bytes=hbm_bytes, cycles=cycles)
-            for (flops, hbm_bytes, cycles), runs in kernels.items()
-        ),
-        collectives=tuple(
-            Traffic(
-                op=op,
-                axes=axes,
-                group_size=size,
-                runs=sum(one.runs for one in found),
-                payload_bytes=sum(one.runs * one.payload_bytes for one in found),
-                wire_bytes=sum(one.runs * one.wire_bytes for one in found),
-            )
-            for (op, axes, size), found in collectives.items()
-        ),
-        arguments=program.num_parameters,
-        donated=len(program.aliased),
-        unknown_loops=len(program.unknown_loops),
-        opaque_calls=program.opaque_calls,
-        unwanted=(
-            *(f"float64: {name}" for name in program.float64),
-            *(f"call of the host: {name}" for name in program.host_calls),
-            *(f"dynamic shape: {name}" for name in program.dynamic_shapes),
-        ),
-    )

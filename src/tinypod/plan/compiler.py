@@ -63,7 +63,7 @@ def compile_for(
     tick: Callable[[float], None] = lambda seconds: None,
     timeout_s: float = TIMEOUT_S,
 ) -> Analysis:
-    """Compile the config's step for the slice. `tick` is told now and then how long it has taken."""
+    """Compile the config's step for the slice. `tick` is called now and then with the seconds that it has taken."""
     request = json.dumps({"config": config.model_dump(mode="json"), "slice": target.name})
     out, err, code = _ask(request, target.name, tick, timeout_s)
     answers = [line for line in out.splitlines() if line.startswith(_ANSWER)]

@@ -11,15 +11,16 @@ of those are compiled in turn.
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import NamedTuple
 
 from tinypod.errors import ConfigError, UserError
 from tinypod.experiment import ExperimentConfig
-from tinypod.plan import slices
-from tinypod.plan.analysis import Analysis
+from tinypod.plan.analysis import Facts
 from tinypod.plan.planner import Plan, Planner, check
+from tinypod.plan.slices import Slice, all_slices
 
 MAX_DEVICES = 256  # of slices that are ranked unasked
 CONFIRMED = 3  # ranked slices that are compiled, from the best on
@@ -27,75 +28,59 @@ _HEADROOM = 0.98  # of the memory, that the next variant to try should need at m
 
 logger = logging.getLogger(__name__)
 
-
-class Candidate(Protocol):
-    """A plan of some variant of a config, for a slice or for the device at hand."""
-
-    @property
-    def fits(self) -> bool: ...
-    @property
-    def step_s(self) -> float | None: ...
-    @property
-    def devices(self) -> int: ...
-    @property
-    def usable_bytes(self) -> int: ...
-    @property
-    def analysis(self) -> Analysis: ...
+Attempt = Callable[[tuple[str, ...]], Plan]  # the plan of the config with these overrides
 
 
-C = TypeVar("C", bound=Candidate)
-Attempt = Callable[[tuple[str, ...]], C]  # the plan of the config with these overrides
-
-
-def find_fit(config: ExperimentConfig, failed: C, attempt: Attempt[C]) -> C | None:
+def find_fit(config: ExperimentConfig, failed: Plan, attempt: Attempt) -> Plan | None:
     """The fastest variant found that fits; None if there is none."""
+    remat = getattr(config.model, "remat", True)  # a model without the key has nothing to compute again
     for fsdp in _fsdp_sizes(failed):
         found = [
             plan
-            for remat in _remat_choices(config)
-            if (plan := _smallest_accumulation(config, fsdp, remat, failed, attempt)) is not None
+            for variant in ({}, {"model.remat": "true"})[: 1 if remat else 2]
+            if (plan := _smallest_accumulation(config, _split(config, failed, fsdp) | variant, failed, attempt))
         ]
         if found:
-            return min(found, key=lambda plan: math.inf if plan.step_s is None else plan.step_s)
+            return min(found, key=lambda plan: plan.step_s or math.inf)
     return None
 
 
-def _remat(config: ExperimentConfig) -> bool:
-    return getattr(config.model, "remat", False)
-
-
-def _remat_choices(config: ExperimentConfig) -> list[bool]:
-    """The config's own, and True where it could be; a model without the key has one choice."""
-    return [_remat(config)] if _remat(config) or not hasattr(config.model, "remat") else [False, True]
-
-
-def _fsdp_sizes(failed: Candidate) -> Iterator[int]:
+def _fsdp_sizes(failed: Plan) -> Iterator[int]:
     """The config's own, then twice that and so on; without those at which the state alone would not fit."""
     mesh, memory = failed.analysis.mesh, failed.analysis.memory
     split = memory.weights + memory.optimizer + memory.averages
     size = mesh["fsdp"]
     while size * mesh["tensor"] <= failed.devices:
-        if memory.state - split + split * mesh["fsdp"] / size < failed.usable_bytes:
+        if memory.state - split + split * mesh["fsdp"] / size < _room(failed):
             yield size
         size *= 2
 
 
+def _room(plan: Plan) -> int:
+    return plan.usable_bytes or sys.maxsize
+
+
+def _split(config: ExperimentConfig, failed: Plan, fsdp: int) -> dict[str, str]:
+    if fsdp == failed.analysis.mesh["fsdp"]:
+        return {}
+    return {"mesh.fsdp": str(fsdp)} | ({} if config.mesh.data == -1 else {"mesh.data": "-1"})
+
+
 def _smallest_accumulation(
-    config: ExperimentConfig, fsdp: int, remat: bool, failed: C, attempt: Attempt[C]
-) -> C | None:
-    """The plan that fits with the batch in as few parts as possible; None if none does."""
+    config: ExperimentConfig, variant: dict[str, str], failed: Plan, attempt: Attempt
+) -> Plan | None:
+    """The plan of a variant that fits with the batch in as few parts as possible; None if none does."""
     rows = config.batch_size // (failed.devices // failed.analysis.mesh["tensor"])  # a device's share of a batch
-    parts = config.accumulation
-    same = fsdp == failed.analysis.mesh["fsdp"] and remat == _remat(config)
-    tried: list[tuple[int, C]] = [(parts, failed)] if same else []  # numbers of parts that did not fit
+    parts: int | None = config.accumulation
+    tried: list[tuple[int, Plan]] = [] if variant else [(config.accumulation, failed)]  # parts that did not fit
     while True:
         if tried:
             least = _next_parts(tried)
-            counts = [] if least is None else [count for count in range(least, rows + 1) if rows % count == 0]
-            if not counts:
-                return None
-            parts = counts[0]
-        overrides = _as_overrides(config, parts, remat, fsdp, failed.analysis.mesh["fsdp"])
+            parts = next((n for n in range(least, rows + 1) if rows % n == 0), None) if least else None
+        if parts is None:
+            return None
+        cut = {} if parts == config.accumulation else {"accumulation": str(parts)}
+        overrides = tuple(f"{key}={value}" for key, value in (variant | cut).items())
         try:
             plan = attempt(overrides)
         except ConfigError:
@@ -108,14 +93,14 @@ def _smallest_accumulation(
         tried.append((parts, plan))
 
 
-def _next_parts(tried: Sequence[tuple[int, Candidate]]) -> int | None:
+def _next_parts(tried: Sequence[tuple[int, Plan]]) -> int | None:
     """The smallest number of parts that may fit; None if no number can.
 
     Memory is taken to be `fixed + per_batch / parts`. The fixed share is at least the state; from two plans that did
     not fit follows what else does not shrink with the parts (gradients, copies of weights).
     """
     parts, plan = tried[-1]
-    memory, room = plan.analysis.memory, _HEADROOM * plan.usable_bytes
+    memory, room = plan.analysis.memory, _HEADROOM * _room(plan)
     if memory.needed <= room:  # and yet it did not fit: how much it needs is not known
         return 2 * parts
     fixed = float(memory.state)
@@ -126,177 +111,139 @@ def _next_parts(tried: Sequence[tuple[int, Candidate]]) -> int | None:
     return None if fixed >= room else max(parts + 1, math.ceil(parts * (memory.needed - fixed) / (room - fixed)))
 
 
-def _as_overrides(config: ExperimentConfig, parts: int, remat: bool, fsdp: int, fsdp_now: int) -> tuple[str, ...]:
-    settings = {
-        "mesh.fsdp": (fsdp, fsdp_now),
-        "model.remat": (remat, _remat(config)),
-        "accumulation": (parts, config.accumulation),
-    }
-    written = [f"{key}={str(value).lower()}" for key, (value, now) in settings.items() if value != now]
-    if fsdp != fsdp_now and config.mesh.data != -1:
-        written.append("mesh.data=-1")
-    return tuple(written)
+def plan_slice(planner: Planner, target: Slice, *, search: bool = True) -> tuple[Plan, Plan | None]:
+    """The plan; where it does not fit, also what is proposed instead."""
+    plan = planner.plan(target)
+    if plan.fits or not search:
+        return plan, None
+    return plan, find_fit(planner.config, plan, partial(planner.plan, target))
 
 
-@dataclass(frozen=True)
-class Ranked:
-    """A slice in a ranking: `plan` where it was compiled, else scaled from another slice's plan."""
+class Ranked(Facts):
+    """A slice in a ranking."""
 
-    slice: slices.Slice
+    slice: str
+    chips: int
     hours: float
     dollars: float | None
     dollars_spot: float | None
-    plan: Plan | None
-    scaled_from: str | None
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "slice": self.slice.name,
-            "chips": self.slice.chips,
-            "hours": self.hours,
-            "dollars": self.dollars,
-            "dollars_spot": self.dollars_spot,
-            "overrides": list(self.plan.overrides) if self.plan else [],
-            "scaled_from": self.scaled_from,
-        }
+    overrides: tuple[str, ...] = ()
+    scaled_from: str | None = None  # None: it was compiled
 
 
-@dataclass(frozen=True)
-class Ranking:
+class Ranking(NamedTuple):
     entries: list[Ranked]  # the best first
     left_out: list[str]  # why, by slice
+    notes: list[str]  # of the plans
 
 
-def rank(
-    planner: Planner,
-    targets: Sequence[slices.Slice] | None,
-    *,
-    max_hours: float | None,
-    max_dollars: float | None,
-    spot: bool,
-) -> Ranking:
-    """Slices that keep within the budget: the cheapest first within a time, the fastest first for a sum."""
-    named = targets is not None
-    candidates = _usable(planner.config, targets if targets is not None else slices.all_slices(), named)
+class Budget(NamedTuple):
+    """With a time, the cheapest is the best; with a sum alone, the fastest."""
+
+    hours: float | None = None
+    dollars: float | None = None
+    spot: bool = False
+
+    def price(self, entry: Ranked) -> float | None:
+        return entry.dollars_spot if self.spot else entry.dollars
+
+    def refusal(self, entry: Ranked) -> str | None:
+        """Why a slice is not within it."""
+        price = self.price(entry)
+        if self.hours is not None and entry.hours > self.hours:
+            return f"takes {entry.hours:,.1f} h"
+        if self.dollars is None or (price is not None and price <= self.dollars):
+            return None
+        return "its price is not known" if price is None else f"costs ${price:,.0f}"
+
+    def rank(self, entry: Ranked) -> tuple[float, float]:
+        price = self.price(entry)
+        dear = math.inf if price is None else price
+        return (entry.hours, dear) if self.hours is None else (dear, entry.hours)
+
+
+def rank(planner: Planner, targets: Sequence[Slice] | None, budget: Budget) -> Ranking:
+    """Slices that keep within the budget; those that are named are all compiled."""
+    candidates = _usable(planner.config) if targets is None else list(targets)
     if not candidates:
         raise UserError(
             f"batch_size={planner.config.batch_size} divides over no slice that was considered; `tinypod slices` lists "
             "them, --slice names one"
         )
+    plans: dict[Slice, Plan] = {}
     left_out: dict[str, str] = {}
-    confirmed = _references(planner, candidates, left_out, compile_all=named)
-
-    def price(entry: Ranked) -> float | None:
-        return entry.dollars_spot if spot else entry.dollars
-
-    def refusal(entry: Ranked) -> str | None:
-        if max_hours is not None and entry.hours > max_hours:
-            return f"takes {entry.hours:,.1f} h"
-        cost = price(entry)
-        if max_dollars is not None and cost is None:
-            return "its price is not known"
-        return f"costs ${cost:,.0f}" if max_dollars is not None and cost is not None and cost > max_dollars else None
-
-    def worth(entry: Ranked) -> tuple[float, float]:
-        cost = price(entry)
-        dear = math.inf if cost is None else cost
-        return (entry.hours, dear) if max_hours is None else (dear, entry.hours)
-
-    while True:  # each turn compiles one slice, or ends
-        family = [target for target in candidates if target.name not in left_out]
-        entries = sorted(
-            (_entry(target, confirmed) for target in family if _references_of(target, confirmed)), key=worth
-        )
-        within = [entry for entry in entries if refusal(entry) is None]
-        unsure = next((entry for entry in within[:CONFIRMED] if entry.plan is None), None)
-        if unsure is None:
-            reasons = [(entry.slice.name, refusal(entry)) for entry in entries]
-            out = [f"{name}: {why}" for name, why in (*left_out.items(), *reasons) if why]
-            return Ranking(within, out)
-        _confirm(planner, unsure.slice, confirmed, left_out, named)
+    while True:  # each turn compiles for one slice
+        entries = _entries([target for target in candidates if target.name not in left_out], plans)
+        entries.sort(key=budget.rank)
+        within = [entry for entry in entries if budget.refusal(entry) is None]
+        untried = [target for target in candidates if target not in plans and target.name not in left_out]
+        following = _next_slice(untried, within, plans, compile_all=targets is not None)
+        if following is None:
+            break
+        try:
+            plan = next((plan for plan in plan_slice(planner, following) if plan is not None and plan.fits), None)
+        except ConfigError as error:
+            if targets is not None:
+                raise
+            left_out[following.name] = str(error)
+            continue
+        if plan is None:
+            left_out[following.name] = "does not fit, nor does any variant that was tried"
+        else:
+            plans[following] = plan
+    reasons = left_out | {entry.slice: why for entry in entries if (why := budget.refusal(entry))}
+    notes = sorted({note for plan in plans.values() for note in plan.notes})
+    return Ranking(within, [f"{name}: {why}" for name, why in reasons.items()], notes)
 
 
-def _usable(config: ExperimentConfig, targets: Sequence[slices.Slice], named: bool) -> list[slices.Slice]:
-    usable = []
-    for target in targets:
+def _usable(config: ExperimentConfig) -> list[Slice]:
+    def divides(target: Slice) -> bool:
         try:
             check(config, target)
         except ConfigError:
-            if named:
-                raise
-            continue
-        if named or target.devices <= MAX_DEVICES:
-            usable.append(target)
-    return usable
+            return False
+        return True
+
+    return [target for target in all_slices() if target.devices <= MAX_DEVICES and divides(target)]
 
 
-def _references(
-    planner: Planner, candidates: Sequence[slices.Slice], left_out: dict[str, str], *, compile_all: bool
-) -> dict[slices.Slice, Ranked]:
-    """Compiled to begin with: the smallest slice of each generation that can be made to fit, or all."""
-    confirmed: dict[slices.Slice, Ranked] = {}
-    for generation in dict.fromkeys(target.generation for target in candidates):
-        for target in sorted((t for t in candidates if t.generation is generation), key=lambda target: target.devices):
-            if _confirm(planner, target, confirmed, left_out, compile_all) and not compile_all:
-                break
-    return confirmed
+def _next_slice(
+    untried: Sequence[Slice], within: Sequence[Ranked], plans: dict[Slice, Plan], *, compile_all: bool
+) -> Slice | None:
+    """The smallest of a generation that has no plan yet, then the best ones that are only scaled."""
+    known = {target.generation for target in plans}
+    for target in sorted(untried, key=lambda target: target.devices):
+        if compile_all or target.generation not in known:
+            return target
+    unsure = [entry.slice for entry in within[:CONFIRMED] if entry.scaled_from is not None]
+    return next((target for target in untried if target.name in unsure[:1]), None)
 
 
-def _confirm(
-    planner: Planner,
-    target: slices.Slice,
-    confirmed: dict[slices.Slice, Ranked],
-    left_out: dict[str, str],
-    named: bool,
-) -> bool:
-    """Compile for a slice; where it does not fit, look for what does."""
-    try:
-        plan: Plan | None = planner.plan(target)
-        if plan is not None and not plan.fits:
-            plan = find_fit(planner.config, plan, lambda overrides: planner.plan(target, overrides))
-    except ConfigError as error:
-        if named:
-            raise
-        left_out[target.name] = str(error)
-        return False
-    if plan is None or plan.hours is None:
-        left_out[target.name] = "does not fit, nor does any variant that was tried"
-        return False
-    confirmed[target] = Ranked(target, plan.hours, plan.dollars, plan.dollars_spot, plan, None)
-    return True
+def _entries(candidates: Sequence[Slice], plans: dict[Slice, Plan]) -> list[Ranked]:
+    """Of the slices whose generation has a plan."""
+    entries = []
+    for target in candidates:
+        family = [known for known in plans if known.generation is target.generation]
+        if family:
+            nearest = min(family, key=lambda known: abs(math.log(known.devices / target.devices)))
+            entries.append(_entry(target, nearest, plans[nearest]))
+    return entries
 
 
-def _references_of(target: slices.Slice, confirmed: dict[slices.Slice, Ranked]) -> list[Ranked]:
-    return [entry for known, entry in confirmed.items() if known.generation is target.generation]
-
-
-def _entry(target: slices.Slice, confirmed: dict[slices.Slice, Ranked]) -> Ranked:
-    if target in confirmed:
-        return confirmed[target]
-    nearest = min(
-        _references_of(target, confirmed), key=lambda entry: abs(math.log(entry.slice.devices / target.devices))
-    )
-    return _scaled(nearest, target)
-
-
-def _scaled(reference: Ranked, target: slices.Slice) -> Ranked:
+def _entry(target: Slice, reference: Slice, plan: Plan) -> Ranked:
     """As if the time on a chip went with its rows, and the exchange between chips took as long as before."""
-    plan = reference.plan
-    assert plan is not None
-    assert plan.prediction is not None
-    share = reference.slice.devices / target.devices
-    step_s = plan.prediction.on_chip_s * share + (plan.prediction.interconnect_s or 0.0)
-    ratio = step_s / plan.prediction.step_s
-    cost = ratio / share
-
-    def times(value: float | None) -> float | None:
-        return None if value is None else value * cost
-
+    prediction = plan.prediction
+    assert prediction is not None
+    assert plan.hours is not None
+    share = reference.devices / target.devices
+    ratio = (prediction.on_chip_s * share + (prediction.interconnect_s or 0.0)) / prediction.step_s
+    compiled = target == reference
     return Ranked(
-        target,
-        reference.hours * ratio,
-        times(reference.dollars),
-        times(reference.dollars_spot),
-        None,
-        reference.slice.name,
+        slice=target.name,
+        chips=target.chips,
+        hours=plan.hours * ratio,
+        dollars=None if plan.dollars is None else plan.dollars * ratio / share,
+        dollars_spot=None if plan.dollars_spot is None else plan.dollars_spot * ratio / share,
+        overrides=plan.overrides if compiled else (),
+        scaled_from=None if compiled else reference.name,
     )

@@ -1,4 +1,4 @@
-"""TPU slices: facts about hardware, as data. Nothing here needs a TPU or the compiler; a test holds both against it.
+"""TPU slices: facts about hardware, as data. Nothing here needs a TPU or its compiler, with which a test compares it.
 
 A name counts different things: v4-64, v5p-64 and tpu7x-64 have 64 TensorCores, two to a chip; v5e-64 and v6e-64 have 64
 chips. JAX sees one device a chip, on tpu7x one a TensorCore.
@@ -18,10 +18,8 @@ GIB, GB, TERA = 2**30, 1e9, 1e12
 class Generation:
     """One kind of chip. Bandwidths are bytes a second; `ici_link` is one direction of one link, None if not known."""
 
-    name: str
-    compiler_name: str  # in the names of the compiler's topologies
+    name: str  # also in the names of the compiler's topologies
     chip_config: str | None  # which of the compiler's settings a Cloud TPU runs with, where its default is another
-    cores_per_chip: int
     devices_per_chip: int
     names_count_cores: bool
     hbm_bytes: float  # of a chip, as sold
@@ -37,44 +35,28 @@ GENERATIONS = {
     generation.name: generation
     for generation in (
         # Cloud TPU v4 runs `megacore`: both cores of a chip are one device. The compiler's default is two.
-        Generation(
-            "v4", "v4", "megacore", 2, 1, True, 32 * GIB, 30.75 * GIB, 275 * TERA, 1200 * GB, 45 * GB, 6, 1.05e9
-        ),
-        Generation("v5e", "v5e", None, 1, 1, False, 16 * GIB, 15.75 * GIB, 197 * TERA, 819 * GB, 45 * GB, 4, 1.50e9),
-        Generation("v5p", "v5p", None, 2, 1, True, 95 * GIB, 95.74 * GIB, 459 * TERA, 2765 * GB, 90 * GB, 6, 1.75e9),
-        Generation("v6e", "v6e", None, 1, 1, False, 32 * GIB, 31.25 * GIB, 918 * TERA, 1638 * GB, 90 * GB, 4, 1.75e9),
+        Generation("v4", "megacore", 1, True, 32 * GIB, 30.75 * GIB, 275 * TERA, 1200 * GB, 45 * GB, 6, 1.05e9),
+        Generation("v5e", None, 1, False, 16 * GIB, 15.75 * GIB, 197 * TERA, 819 * GB, 45 * GB, 4, 1.50e9),
+        Generation("v5p", None, 1, True, 95 * GIB, 95.74 * GIB, 459 * TERA, 2765 * GB, 90 * GB, 6, 1.75e9),
+        Generation("v6e", None, 1, False, 32 * GIB, 31.25 * GIB, 918 * TERA, 1638 * GB, 90 * GB, 4, 1.75e9),
         # HBM bandwidth from the compiler's roofline; no document was checked.
-        Generation("tpu7x", "tpu7x", None, 2, 2, True, 192 * GIB, 94.75 * GIB, 2307 * TERA, 7372 * GB, None, 6, 2.20e9),
+        Generation("tpu7x", None, 2, True, 192 * GIB, 94.75 * GIB, 2307 * TERA, 7372 * GB, None, 6, 2.20e9),
     )
 }
 
-_CUBES = {
-    8: (2, 2, 1),
-    16: (2, 2, 2),
-    32: (2, 2, 4),
-    64: (2, 4, 4),
-    128: (4, 4, 4),
-    256: (4, 4, 8),
-    512: (4, 8, 8),
-    1024: (8, 8, 8),
-}
-_LARGE_CUBES = {384: (4, 4, 12), 1536: (8, 8, 12), 2048: (8, 8, 16), 4096: (8, 16, 16)}
-_PLANES = {
-    1: (1, 1, 1),
-    4: (2, 2, 1),
-    8: (2, 4, 1),
-    16: (4, 4, 1),
-    32: (4, 8, 1),
-    64: (8, 8, 1),
-    128: (8, 16, 1),
-    256: (16, 16, 1),
-}
-_TOPOLOGIES = {
-    "v4": _CUBES | _LARGE_CUBES,
+_CUBES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8))
+_LARGE_CUBES = ((4, 4, 12), (8, 8, 12), (8, 8, 16), (8, 16, 16))
+_PLANES = ((1, 1, 1), (2, 2, 1), (2, 4, 1), (4, 4, 1), (4, 8, 1), (8, 8, 1), (8, 16, 1), (16, 16, 1))
+_OFFERED = {
+    "v4": _CUBES + _LARGE_CUBES,
     "v5e": _PLANES,
-    "v5p": _CUBES | _LARGE_CUBES | {8192: (16, 16, 16), 12288: (16, 16, 24)},
+    "v5p": (*_CUBES, *_LARGE_CUBES, (16, 16, 16), (16, 16, 24)),
     "v6e": _PLANES,
     "tpu7x": _CUBES,
+}
+_TOPOLOGIES = {  # by the number in a slice's name
+    kind: {math.prod(chips) * (1 + GENERATIONS[kind].names_count_cores): chips for chips in offered}
+    for kind, offered in _OFFERED.items()
 }
 _ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "v5": "v5p", "v7x": "tpu7x", "v7": "tpu7x"}
 
@@ -128,7 +110,7 @@ class Slice:
         generation = self.generation
         arguments: dict[str, Any] = {
             "platform": "tpu",
-            "topology_name": f"{generation.compiler_name}:{'x'.join(map(str, self.topology))}",
+            "topology_name": f"{generation.name}:{'x'.join(map(str, self.topology))}",
             "chips_per_host_bounds": self.host_bounds,
             "num_slices": 1,
         }

@@ -1,5 +1,5 @@
-"""What plans look like on a terminal. One row for a slice in each table; below one that does not
-fit, what is proposed instead."""
+"""What plans look like on a terminal, and as JSON. One row for a slice in each table; below one that does not fit, what
+is proposed instead."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tinypod.plan.analysis import Traffic, Work
-from tinypod.plan.planner import Plan, Prediction
+from tinypod.plan.hlo.program import Exchange
+from tinypod.plan.planner import Plan
 from tinypod.plan.prices import Prices
 from tinypod.plan.search import Ranking
 from tinypod.plan.slices import GIB
@@ -18,14 +18,36 @@ from tinypod.sharding import describe_mesh
 WIDTH = 136  # that the tables need; narrower terminals wrap lines, but lose no digit
 METHOD = (
     "Step times: the TPU compiler's own estimates of its kernels' cycles, never below their roofline; exchange between "
-    "chips is added as if nothing overlapped it. No TPU was at hand to hold them against (docs/performance.md)."
+    "chips is added as if nothing overlapped it. No TPU was at hand to compare them with (docs/performance.md)."
 )
+ROOFLINE = "Step times: kernel after kernel, each at the one of the two probed speeds that limits it."
+
+Proposed = tuple[Plan, Plan | None]  # a plan, and what is proposed where it does not fit
 
 
-def tables(plans: Sequence[Plan], prices: Prices, *, grant: bool) -> RenderableType:
-    notes = [METHOD, _price_note(prices, grant)]
-    notes += [f"{_name(plan)}: {note}" for plan in plans for note in plan.notes()]
-    return Group(_summary(plans), _memory(plans), _work(plans), Text("\n".join(notes), style="dim"))
+def tables(answers: Sequence[Proposed], prices: Prices | None) -> RenderableType:
+    """Without `prices`: plans for the devices at hand."""
+    plans = [plan for answer in answers for plan in answer if plan is not None]
+    notes = [ROOFLINE] if prices is None else [METHOD, f"Prices: {prices.describe()}."]
+    notes += [f"{_name(plan)}: {note}" for plan in plans for note in (*_sources(plan), *plan.notes)]
+    return Group(_summary(plans, prices is not None), _memory(plans), _work(plans), Text("\n".join(notes), style="dim"))
+
+
+def _sources(plan: Plan) -> list[str]:
+    """Where the numbers come from."""
+    if plan.prediction is None:
+        return []
+    if plan.probe is None:
+        share = plan.prediction.estimated_share
+        return [f"{share:.0%} of the time on the chip is the compiler's estimate, the rest roofline"]
+    probe, notes = plan.probe, []
+    notes.append(f"probed {probe.flops / 1e12:,.2f} TFLOP/s in products, {probe.bandwidth / 1e9:,.0f} GB/s")
+    if plan.measured_s is not None:
+        speed = f"{milliseconds(plan.measured_s)} ms a step, {plan.batch_size / plan.measured_s:,.0f} examples/s"
+        notes.append(f"measured {speed}; predicted / measured {plan.ratio:.2f}")
+    if plan.measured_peak_bytes is not None:
+        notes.append(f"measured peak memory {plan.measured_peak_bytes / GIB:,.2f} GiB")
+    return notes
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -35,34 +57,27 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _summary(plans: Sequence[Plan]) -> Table:
-    columns = (
-        "slice",
-        "mesh",
-        "rows a device",
-        "HBM GiB",
-        "step ms",
-        "bound",
-        "examples/s",
-        "hours",
-        "on demand",
-        "spot",
-    )
-    table = _table("Plan", *columns)
+def _summary(plans: Sequence[Plan], priced: bool) -> Table:
+    columns = ("slice", "mesh", "rows a device", "HBM GiB", "step ms", "bound", "examples/s", "hours")
+    table = _table("Plan", *columns, *("on demand", "spot") * priced)
     for plan in plans:
-        fits = plan.fits
-        needed = f"{plan.analysis.memory.needed / GIB:.2f} of {plan.usable_bytes / GIB:.2f}"
-        cost = (dollars(plan.dollars), dollars(plan.dollars_spot)) if fits else ("–", "–")
+        red, needed = "" if plan.fits else "bold red", f"{plan.analysis.memory.needed / GIB:.2f}"
+        there = "" if plan.usable_bytes is None else f" of {plan.usable_bytes / GIB:.2f}"
+        times = ("–", "does not fit", "–", "–")
+        if plan.fits and plan.prediction is not None and plan.hours is not None:
+            step_s = plan.prediction.step_s
+            speed = f"{plan.batch_size / step_s:,.0f}"
+            times = (milliseconds(step_s), plan.prediction.bound, speed, hours(plan.hours))
+        cost = (dollars(plan.dollars), dollars(plan.dollars_spot)) if plan.fits else ("–", "–")
         table.add_row(
             _name(plan),
             describe_mesh(plan.analysis.mesh) or "one device",
             f"{plan.rows_per_device:,}",
-            needed if fits else Text(needed, style="bold red"),
-            _time(plan.prediction),
-            plan.prediction.bound if plan.prediction else Text("does not fit", style="bold red"),
-            "–" if plan.examples_per_s is None else f"{plan.examples_per_s:,.0f}",
-            "–" if plan.hours is None else hours(plan.hours),
-            *cost,
+            Text(f"{needed}{there}", style=red),
+            times[0],
+            Text(times[1], style=red),
+            *times[2:],
+            *cost * priced,
         )
     return table
 
@@ -71,32 +86,19 @@ def _name(plan: Plan) -> Text:
     return Text(f"↳ {' '.join(plan.overrides)}", style="green") if plan.overrides else Text(plan.slice, style="bold")
 
 
-def _time(prediction: Prediction | None) -> str:
-    return "–" if prediction is None else milliseconds(prediction.step_s)
-
-
 def _memory(plans: Sequence[Plan]) -> Table:
     table = _table("Memory of a device, MiB", "slice", *plans[0].analysis.memory.parts(), "needed", "there")
     for plan in plans:
         memory = plan.analysis.memory
         sizes = [f"{size / 2**20:,.1f}" for size in memory.parts().values()]
-        totals = (f"{memory.needed / 2**20:,.0f}", f"{plan.usable_bytes / 2**20:,.0f}")
-        table.add_row(_name(plan), *sizes, *totals)
+        there = "not known" if plan.usable_bytes is None else f"{plan.usable_bytes / 2**20:,.0f}"
+        table.add_row(_name(plan), *sizes, f"{memory.needed / 2**20:,.0f}", there)
     return table
 
 
 def _work(plans: Sequence[Plan]) -> RenderableType:
-    columns = (
-        "slice",
-        "TFLOP, model",
-        "as compiled",
-        "compute ms",
-        "HBM ms",
-        "interconnect ms",
-        "kernels",
-        "collectives",
-    )
-    table = _table("One step", *columns)
+    times = ("compute ms", "HBM ms", "interconnect ms")
+    table = _table("One step", "slice", "TFLOP, model", "as compiled", *times, "kernels", "collectives")
     for plan in plans:
         work, prediction = plan.analysis.work, plan.prediction
         if work is None or prediction is None:
@@ -110,53 +112,41 @@ def _work(plans: Sequence[Plan]) -> RenderableType:
             milliseconds(prediction.hbm_s),
             "not known" if sent is None else milliseconds(sent),
             f"{work.kernel_runs:,}",
-            "\n".join(traffic_text(one) for one in work.collectives) or "none",
+            "\n".join(map(_exchange, work.exchanges())) or "none",
         )
     return table if table.row_count else Text()
 
 
-def traffic_text(traffic: Traffic) -> str:
-    size = traffic.payload_bytes / 2**20
-    return f"{traffic.runs:,} {traffic.op} over {'·'.join(traffic.axes)}: {size:,.1f} MiB"
+def _exchange(one: Exchange) -> str:
+    return f"{one.runs:,} {one.op} over {'·'.join(one.axes)}: {one.payload_bytes / 2**20:,.1f} MiB"
 
 
 def too_large(plan: Plan, proposal: Plan | None) -> str:
     """For a plan that does not fit: by how much, and what would."""
-    memory, there = plan.analysis.memory, plan.usable_bytes
-    over = (memory.needed - there) / GIB
-    what = f"{plan.slice}: needs {memory.needed / GIB:.2f} GiB of {there / GIB:.2f} a device, {over:.2f} too much"
+    needed, there = plan.analysis.memory.needed, plan.usable_bytes
+    what = f"{plan.slice}: needs at least {needed / GIB:.2f} GiB a device"  # the compiler did not say more
+    if there is not None and needed > there:
+        over = f"{(needed - there) / GIB:.2f} too much"
+        what = f"{plan.slice}: needs {needed / GIB:.2f} GiB of {there / GIB:.2f} a device, {over}"
     if proposal is None or proposal.prediction is None:
         return f"{what}; no cut of the batch, rematerialisation or FSDP that was tried fits: take a larger slice"
-    needed, step = proposal.analysis.memory.needed / GIB, milliseconds(proposal.prediction.step_s)
-    return f"{what}; fits with {' '.join(proposal.overrides)}: {needed:.2f} GiB, {step} ms a step"
+    less, step = proposal.analysis.memory.needed / GIB, milliseconds(proposal.prediction.step_s)
+    return f"{what}; fits with {' '.join(proposal.overrides)}: {less:.2f} GiB, {step} ms a step"
 
 
-def ranking(ranked: Ranking, prices: Prices, *, grant: bool) -> RenderableType:
-    notes = [METHOD, _price_note(prices, grant)]
-    if ranked.left_out:
-        shown = ranked.left_out[:8] + [f"and {len(ranked.left_out) - 8} more"] * (len(ranked.left_out) > 8)
-        notes.append(f"Left out: {'; '.join(shown)}.")
+def ranking(ranked: Ranking, prices: Prices) -> RenderableType:
+    left_out = ranked.left_out[:8] + [f"and {len(ranked.left_out) - 8} more"] * (len(ranked.left_out) > 8)
+    why = [f"Left out: {'; '.join(left_out)}."] if left_out else []
     if not ranked.entries:
-        return Text("\n".join(["No slice keeps within this budget.", *notes[2:]]))
+        return Text("\n".join(["No slice keeps within this budget.", *why]))
     table = _table("Slices within the budget", "#", "slice", "chips", "hours", "on demand", "spot", "how", "with")
     for number, entry in enumerate(ranked.entries, 1):
         how = "compiled" if entry.scaled_from is None else f"scaled from {entry.scaled_from}"
-        table.add_row(
-            str(number),
-            entry.slice.name,
-            str(entry.slice.chips),
-            hours(entry.hours),
-            dollars(entry.dollars),
-            dollars(entry.dollars_spot),
-            how,
-            " ".join(entry.plan.overrides) if entry.plan else "",
-        )
-    notes += sorted({note for entry in ranked.entries if entry.plan for note in entry.plan.notes()[1:]})
+        costs = dollars(entry.dollars), dollars(entry.dollars_spot)
+        overrides = Text(" ".join(entry.overrides))
+        table.add_row(str(number), entry.slice, str(entry.chips), hours(entry.hours), *costs, how, overrides)
+    notes = [METHOD, f"Prices: {prices.describe()}.", *why, *ranked.notes]
     return Group(table, Text("\n".join(notes), style="dim"))
-
-
-def _price_note(prices: Prices, grant: bool) -> str:
-    return "Under a grant nothing is charged." if grant else f"Prices: {prices.describe()}."
 
 
 def milliseconds(seconds: float) -> str:
@@ -175,20 +165,15 @@ def dollars(value: float | None) -> str:
 
 
 def as_json(plan: Plan, proposal: Plan | None) -> dict[str, Any]:
-    def one(plan: Plan) -> dict[str, Any]:
-        tree = plan.model_dump(mode="json")
-        if plan.analysis.work is not None:
-            tree["analysis"]["work"] = work_as_json(plan.analysis.work)
-        derived = {"fits": plan.fits, "hours": plan.hours, "examples_per_s": plan.examples_per_s, "notes": plan.notes()}
-        return tree | derived
-
-    return one(plan) | {"proposal": None if proposal is None else one(proposal)}
-
-
-def work_as_json(work: Work) -> dict[str, Any]:
-    """Totals for the list of kernels, which is for predictions, not for readers."""
-    return work.model_dump(mode="json", exclude={"kernels"}) | {
-        "flops_per_device": work.flops,
-        "hbm_bytes_per_device": work.hbm_bytes,
-        "kernel_runs": work.kernel_runs,
+    """Of kernels and collectives the totals: the lists are for predictions, not for readers."""
+    tree = plan.model_dump(mode="json", exclude={"analysis": {"work": {"kernels", "collectives"}}})
+    work = plan.analysis.work
+    if work is not None:
+        totals = {"flops": work.flops, "hbm_bytes": work.hbm_bytes, "kernel_runs": work.kernel_runs}
+        tree["analysis"]["work"] |= totals | {"collectives": [one._asdict() for one in work.exchanges()]}
+    derived = {
+        "examples_per_s": None if plan.step_s is None else plan.batch_size / plan.step_s,
+        "predicted_by_measured": plan.ratio,
+        "proposal": None if proposal is None else as_json(proposal, None),
     }
+    return tree | derived

@@ -1,6 +1,6 @@
 """The groups of devices that communicate, and the axes of the mesh that they span.
 
-Groups are told by the devices in them, in any order: the compiler writes them over meshes of its own.
+Groups are known by the devices in them, in any order: the compiler writes them over meshes of its own.
 """
 
 import itertools
@@ -8,6 +8,8 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+
+import numpy as np
 
 from tinypod.plan.hlo.text import find, ints
 
@@ -88,13 +90,11 @@ def _groups(text: str, devices: int) -> list[list[int]]:
 def _iota(text: str) -> list[int]:
     """`[8,4]T(1,0)`: the ids in order, shaped [8,4], transposed and flattened."""
     dims, _, order = text.partition("T")
-    return _transposed(ints(dims), ints(order) or range(len(ints(dims))))
+    return _ids(ints(dims)).transpose(ints(order) or None).flatten().tolist()
 
 
-def _transposed(dims: Sequence[int], order: Sequence[int]) -> list[int]:
-    strides = [math.prod(dims[dim + 1 :]) for dim in range(len(dims))]
-    places = itertools.product(*(range(dims[dim]) for dim in order))
-    return [sum(at * strides[dim] for at, dim in zip(place, order, strict=True)) for place in places]
+def _ids(dims: Sequence[int]) -> np.ndarray:
+    return np.arange(math.prod(dims)).reshape(dims)
 
 
 def _mesh_groups(text: str) -> list[list[int]]:
@@ -122,6 +122,5 @@ def _mesh_groups(text: str) -> list[list[int]]:
 def _spanning(sizes: Sequence[int], spanned: Sequence[int]) -> list[list[int]]:
     """The groups of a mesh of these sizes that differ along the spanned axes only."""
     kept = [at for at in range(len(sizes)) if at not in spanned]
-    ids = _transposed(sizes, [*kept, *spanned])
     size = math.prod(sizes[at] for at in spanned)
-    return [ids[at : at + size] for at in range(0, len(ids), size)]
+    return _ids(sizes).transpose([*kept, *spanned]).reshape(-1, size).tolist()

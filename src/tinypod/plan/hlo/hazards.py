@@ -1,28 +1,28 @@
 """Instructions that a training step should not have. All branches and fusions are looked through, run or not."""
 
-from tinypod.plan.hlo.opcodes import DYNAMIC
-from tinypod.plan.hlo.text import Instruction, Module
+from tinypod.plan.hlo.text import Instruction, Module, words
+
+_DYNAMIC = words("set-dimension-size PadToStatic SliceToDynamic")
+_HOST_CALLS = ("callback", "host_compute", "hostexecute")  # parts of names, in lower case
 
 
-def find_hazards(module: Module) -> dict[str, tuple[str, ...]]:
-    """Their names and opcodes, or the targets of calls, by field of `Program`."""
-    found: dict[str, list[str]] = {"float64": [], "host_calls": [], "dynamic_shapes": []}
+def find_unwanted(module: Module) -> tuple[str, ...]:
+    """Like `float64: sine.3: sine`: what it is, the instruction's name, its opcode or the target of its call."""
+    found = []
     for computation in module.computations.values():
-        for instruction in computation.instructions.values():
-            shape, target = instruction.shape, instruction.target if instruction.opcode == "custom-call" else ""
-            what = f"{instruction.name}: {target or instruction.opcode}"
-            if "f64[" in shape or "c128[" in shape:
-                found["float64"].append(what)
-            if "<=" in shape or instruction.opcode in DYNAMIC or target in DYNAMIC:
-                found["dynamic_shapes"].append(what)
-            if _calls_host(instruction, target):
-                found["host_calls"].append(what)
-    return {field: tuple(names) for field, names in found.items()}
+        for one in computation.instructions.values():
+            called = one.target if one.opcode == "custom-call" else one.opcode
+            found += [f"{hazard}: {one.name}: {called}" for hazard in _hazards(one, called)]
+    return tuple(found)
 
 
-def _calls_host(instruction: Instruction, target: str) -> bool:
-    if instruction.opcode in ("infeed", "outfeed"):
-        return True
-    if instruction.kind in ("send", "recv"):
-        return "is_host_transfer=true" in instruction.attributes
-    return "callback" in target.lower() or "host_compute" in target.lower() or "HostExecute" in target
+def _hazards(instruction: Instruction, called: str) -> list[str]:
+    shape, hazards = instruction.shape, []
+    if "f64[" in shape or "c128[" in shape:
+        hazards.append("float64")
+    if "<=" in shape or called in _DYNAMIC:
+        hazards.append("dynamic shape")
+    transfers = instruction.kind in ("send", "recv") and "is_host_transfer=true" in instruction.attributes
+    if transfers or called in ("infeed", "outfeed") or any(x in called.lower() for x in _HOST_CALLS):
+        hazards.append("call of the host")
+    return hazards

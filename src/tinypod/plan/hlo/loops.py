@@ -1,16 +1,15 @@
 """How often loops run.
 
 The compiler's `known_trip_count` says it, or else it is worked out from the loop's condition, its counter's first value
-and the step its body adds: the TPU compiler states nothing. A loop of which neither can be
-read is named in `Program.unknown_loops`.
+and the step its body adds: the TPU compiler states nothing.
 """
 
 from dataclasses import dataclass
 
-from tinypod.plan.hlo.opcodes import PASSED_ON
-from tinypod.plan.hlo.text import Computation, Instruction, Module, find
+from tinypod.plan.hlo.text import Computation, Instruction, Module, find, words
 
-MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
+_PASSED_ON = words("copy copy-start copy-done bitcast convert reshape optimization-barrier opt-barrier")
+_MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
 
 Known = dict[int, int]  # a loop's arguments that never change, and their values
 
@@ -48,7 +47,7 @@ def trips(module: Module, computation: Computation, loop: Instruction, known: Kn
 def _count(comparison: _Comparison | None, first: list[_Value], after: list[_Value]) -> int | None:
     direction, left, right = comparison or ("", None, None)
     if left is not None and left.argument is None:
-        direction, left, right = MIRRORED.get(direction, ""), right, left
+        direction, left, right = _MIRRORED.get(direction, ""), right, left
     if left is None or left.argument is None or right is None or right.argument is not None:
         return None
     at = left.argument
@@ -90,7 +89,7 @@ class _Scope:
             return self.given[int(instruction.arguments)] if self.given else None
         if opcode == "get-tuple-element":
             return self.member(instruction)
-        if opcode in PASSED_ON:
+        if opcode in _PASSED_ON:
             return self.value(operands[0])
         if opcode in ("add", "subtract"):
             return _sum(self.value(operands[0]), self.value(operands[1]), 1 if opcode == "add" else -1)
@@ -119,7 +118,7 @@ class _Scope:
     def members(self, name: str) -> list[_Value]:
         """What is known of each member of a tuple."""
         instruction = self.computation.instructions[name]
-        if instruction.opcode in PASSED_ON:
+        if instruction.opcode in _PASSED_ON:
             return self.members(instruction.operands[0])
         return [self.scalar(operand) for operand in instruction.operands] if instruction.opcode == "tuple" else []
 
@@ -134,7 +133,7 @@ class _Scope:
         if instruction.opcode in ("fusion", "call"):
             called = self.called(instruction)
             return called.comparison(called.computation.root)
-        if instruction.opcode in PASSED_ON:
+        if instruction.opcode in _PASSED_ON:
             return self.comparison(instruction.operands[0])
         if instruction.opcode != "compare":
             return None

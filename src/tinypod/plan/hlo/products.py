@@ -9,8 +9,12 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
-from tinypod.plan.hlo.opcodes import PLAIN_CALLS
-from tinypod.plan.hlo.text import Computation, Instruction, Module, find, ints
+import numpy as np
+
+from tinypod.plan.hlo.text import Computation, Instruction, Module, find, ints, words
+
+# No matrix product in them; any other call that is not understood is named in `Program.opaque_calls`.
+_PLAIN_CALLS = words("TopK __gpu$TopK __cub$DeviceRadixSort cu_threefry2x32_ffi PadToStatic SliceToDynamic")
 
 
 def flops(module: Module, computation: Computation, instruction: Instruction) -> float:
@@ -42,7 +46,7 @@ def _flops(computation: Computation, instruction: Instruction) -> float:
 
 
 def understood(target: str) -> bool:
-    return target.startswith(("__cublas$", "__onednn$matmul")) or target in PLAIN_CALLS
+    return target.startswith(("__cublas$", "__onednn$matmul")) or target in _PLAIN_CALLS
 
 
 def _dot_flops(computation: Computation, instruction: Instruction, contracted: Sequence[int]) -> float:
@@ -79,15 +83,9 @@ def _window(window: str, name: str, at: int, default: int) -> int:
 @lru_cache(maxsize=4096)
 def _positions(left: int, right: int, out: int, low: int, stride: int, left_dilation: int, right_dilation: int) -> int:
     """Pairs of output and kernel positions along one dimension that meet an input, not padding or a hole."""
-    every = left_dilation // math.gcd(left_dilation, stride)  # outputs from one that meets an input to the next
-    total = 0
+    starts, total = np.arange(out) * stride - low, 0
     for kernel in range(right):
-        offset = kernel * right_dilation - low
-        first = next((o for o in range(every) if (o * stride + offset) % left_dilation == 0), None)
-        if first is None:
-            continue
-        lowest = max(0, math.ceil(-offset / stride))
-        highest = min(out - 1, ((left - 1) * left_dilation - offset) // stride)
-        start = first + math.ceil((lowest - first) / every) * every
-        total += max(0, (highest - start) // every + 1)
+        at = starts + kernel * right_dilation
+        meets = (at >= 0) & (at <= (left - 1) * left_dilation) & (at % left_dilation == 0)
+        total += int(np.count_nonzero(meets))
     return total

@@ -14,6 +14,15 @@ UNKNOWN_CYCLES = 2**63 - 1  # what the TPU compiler writes for "no estimate"
 HOST_MEMORY = 5
 
 
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+COLLECTIVES = words(
+    "all-reduce all-gather reduce-scatter all-to-all ragged-all-to-all collective-permute collective-broadcast"
+)
+
+
 @dataclass(frozen=True)
 class Array:
     dtype: str

@@ -7,8 +7,11 @@ Buffers on the chip (`S(1)`, `S(3)`, … in a TPU layout) are not HBM. Elsewhere
 
 from collections.abc import Sequence
 
-from tinypod.plan.hlo.opcodes import COLLECTIVES, MIXES, SLICES
-from tinypod.plan.hlo.text import Array, Computation, Instruction, Module
+from tinypod.plan.hlo.text import COLLECTIVES, Array, Computation, Instruction, Module, words
+
+# One element of the result needs more, or others, than the same element of the operand.
+_MIXES = words("dot convolution sort scatter gather reduce-window custom-call reverse reduce map tuple")
+_SLICES = words("slice dynamic-slice gather")
 
 
 def traffic(module: Module, computation: Computation, instruction: Instruction) -> float:
@@ -17,7 +20,7 @@ def traffic(module: Module, computation: Computation, instruction: Instruction) 
     operands, results = computation.operands(instruction), instruction.results
     if kind == "fusion":
         return _fusion_traffic(module, operands, results, module.called(instruction))
-    if kind in SLICES:
+    if kind in _SLICES:
         read = results[0].bytes if module.hbm(operands[0].arrays[0]) else 0
         return read + sum(module.hbm_bytes(index.arrays) for index in operands[1:]) + module.hbm_bytes(results)
     if kind == "dynamic-update-slice":
@@ -72,7 +75,7 @@ class _Fusion:
         kind = user.kind
         if kind in COLLECTIVES:
             return 0
-        if kind in SLICES and position == 0:
+        if kind in _SLICES and position == 0:
             return user.size
         if kind == "dynamic-update-slice" and position == 0:
             return 0 if self.ends_in_place(user.name) else self.needed(user.name)
@@ -81,7 +84,7 @@ class _Fusion:
         if kind == "fusion":
             inside = self.nested(user)
             return inside.needed(inside.computation.parameters[position])
-        if user.size == size and kind not in MIXES:
+        if user.size == size and kind not in _MIXES:
             return self.needed(user.name)
         return size
 
