@@ -11,7 +11,7 @@ import platform
 import time
 from pathlib import Path
 
-from tinypod.data import sudoku, sudoku_csv, sudoku_solver
+from tinypod.data import sudoku_csv, sudoku_generator, sudoku_solver
 
 
 def hardware() -> str:
@@ -31,9 +31,9 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, help="time proofs on this file's questions")
     args = parser.parse_args()
 
-    sudoku.generate((3, 3), 10, args.seed)  # compiles, or loads what was compiled before
+    sudoku_generator.generate((3, 3), 10, args.seed)  # compiles, or loads what was compiled before
     start = time.perf_counter()
-    puzzles = sudoku.generate((3, 3), args.count, args.seed)
+    puzzles = sudoku_generator.generate((3, 3), args.count, args.seed)
     per_minute = 60 * args.count / (time.perf_counter() - start)
 
     questions = sudoku_csv.read_csv(args.csv).questions if args.csv else puzzles.questions

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from fixtures import CONFIGS, TINY, tiny_config, write_4x4
 from tinypod import cli, train
-from tinypod.data import puzzles, sudoku
+from tinypod.data import puzzles, sudoku, sudoku_generator
 from tinypod.errors import UserError
 from tinypod.runs.folder import Run
 
@@ -105,7 +105,7 @@ def test_data_sudoku_generates(tmp_path: Path) -> None:
 
 
 def test_data_sudoku_reads_csvs(tmp_path: Path) -> None:
-    made = sudoku.generate((3, 3), 12, seed=1)
+    made = sudoku_generator.generate((3, 3), 12, seed=1)
     lines = [
         f"s{i % 2},{sudoku.format_puzzle(q)},{sudoku.format_puzzle(a)},{i}"
         for i, (q, a) in enumerate(zip(*made[:2], strict=True))

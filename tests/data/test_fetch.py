@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -101,11 +100,12 @@ def test_a_fetch_waits_for_the_one_before_it(store, dataset: str, monkeypatch) -
     kept.mkdir(parents=True)
     waits, before = threading.Event(), len(store.requests)
 
-    def pause() -> None:
+    def lock(file) -> bool:
         waits.set()
-        time.sleep(0.01)
+        return real(file)
 
-    monkeypatch.setattr(fetch, "_pause", pause)
+    real = fetch._lock
+    monkeypatch.setattr(fetch, "_lock", lock)
     second = threading.Thread(target=fetch.fetch_dataset, args=(dataset,))
     with open(kept / ".lock", "a") as first:
         fcntl.flock(first, fcntl.LOCK_EX)

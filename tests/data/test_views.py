@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from fixtures import split_4x4
 from tinypod.data import views
-from tinypod.data.sudoku import generate, unit_cells
+from tinypod.data.sudoku import FIRST_DIGIT, unit_cells
+from tinypod.data.sudoku_generator import generate
 
 BOXES = [(2, 2), (2, 3), (3, 2), (3, 3)]
 
@@ -21,7 +22,7 @@ def drawn(request: pytest.FixtureRequest):
     """Some puzzles of a box shape as tokens, and their view function, compiled once."""
     box = request.param
     made = generate(box, 8, seed=3)
-    view = views.sudoku_view(box, box[0] * box[1] + views.SUDOKU_FIRST_DIGIT)
+    view = views.sudoku_view(box, box[0] * box[1] + FIRST_DIGIT)
     return box, made.questions + np.uint8(1), made.answers + np.uint8(1), jax.jit(view)
 
 

@@ -2,16 +2,14 @@
 
 import fcntl
 import hashlib
-import json
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from etils import epath
-from pydantic import ValidationError
 from rich.console import Console
 
 from tinypod.data import puzzles
@@ -38,13 +36,13 @@ def fetch_dataset(url: str, console: Console | None = None) -> Path:
     local.mkdir(parents=True, exist_ok=True)
     with _locked(local / ".lock"), explained(url):
         description = _read_description(remote)
-        hashes = {f"{name}.npz": split.sha256 for name, split in _parse(description, url).splits.items()}
+        splits = puzzles.parse_info(description, f"{url}/dataset.json").splits
+        hashes = {f"{name}.npz": split.sha256 for name, split in splits.items()}
         targets = {name: inside(local, name) for name in hashes}
         missing = [name for name, sha256 in hashes.items() if _sha256(targets[name]) != sha256]
         sizes = {name: _size(remote / name) for name in missing}
-        with counting(
-            console or Console(quiet=True), "fetching the dataset (KiB)", sum(sizes.values()) >> 10
-        ) as progress:
+        total = sum(sizes.values()) >> 10
+        with counting(console or Console(quiet=True), "fetching the dataset (KiB)", total) as progress:
             for name in missing:
                 _fetch(remote / name, targets[name], hashes[name], progress)
         replace_file(local / "dataset.json", description)
@@ -59,13 +57,6 @@ def _read_description(remote: epath.Path) -> bytes:
             f"data.path: no dataset at {remote} (no dataset.json, or no such bucket); check the name, "
             "or copy one there that `tinypod data` made"
         ) from None
-
-
-def _parse(description: bytes, url: str) -> puzzles.DatasetInfo:
-    try:
-        return puzzles.DatasetInfo.model_validate(json.loads(description))
-    except (ValueError, ValidationError) as error:
-        raise DataError(f"{url}/dataset.json: not a dataset description: {error}") from None
 
 
 def _size(path: epath.Path) -> int:
@@ -105,18 +96,18 @@ def _locked(path: Path) -> Iterator[None]:
     """Waits for its turn, within reason; the kernel drops the lock with the process."""
     deadline = time.monotonic() + LOCK_PATIENCE_S
     with path.open("a") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise StorageError(
-                        f"{path}: another process of this host has held it for {LOCK_PATIENCE_S:.0f} s; does it hang?"
-                    ) from None
-                _pause()
+        while not _lock(file):
+            if time.monotonic() > deadline:
+                raise StorageError(
+                    f"{path}: another process of this host has held it for {LOCK_PATIENCE_S:.0f} s; does it hang?"
+                )
+            time.sleep(0.1)
         yield
 
 
-def _pause() -> None:
-    time.sleep(0.1)
+def _lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

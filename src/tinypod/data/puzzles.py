@@ -6,22 +6,25 @@ in groups (the pre-augmented sets of the TRM authors): then a draw takes a group
 """
 
 import hashlib
-import json
 import zipfile
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, PositiveInt, StringConstraints, ValidationError
 
 from tinypod.config import Config
+from tinypod.data.sudoku import FIRST_DIGIT
 from tinypod.errors import DataError
 from tinypod.runs.storage import inside, replace_file
 
 # Of a split or a set: part of a file's name, wherever the description comes from, and so never a path.
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9](\.?[A-Za-z0-9_-])*$", max_length=100)]
+
+
+VocabSize = Annotated[PositiveInt, Field(le=256)]  # tokens are uint8
 
 
 class SplitInfo(Config):
@@ -34,13 +37,19 @@ class DatasetInfo(Config):
 
     kind: Literal["sudoku", "plain"]  # which symmetries the puzzles have; plain: none that we know
     seq_len: int
-    vocab_size: int
+    vocab_size: VocabSize
     num_identifiers: int
-    box: list[int] | None  # rows and columns of a box, for Sudoku
+    box: list[int] | None = None  # rows and columns of a box, for Sudoku
     sources: list[str]  # names for the numbers in each split's `sources`
     grouped: bool = False  # whether rows are drawn by group
     origin: str  # how it was made
     splits: dict[Name, SplitInfo] = Field(default_factory=dict)
+
+
+def describe_sudoku(box: list[int], **rest: Any) -> DatasetInfo:
+    side = box[0] * box[1]
+    vocab_size = side + FIRST_DIGIT
+    return DatasetInfo(kind="sudoku", seq_len=side**2, vocab_size=vocab_size, num_identifiers=1, box=box, **rest)
 
 
 class ExpectedSudoku(Config):
@@ -51,8 +60,7 @@ class ExpectedSudoku(Config):
     rows: PositiveInt = 1000  # training puzzles
 
     def info(self, split: str) -> DatasetInfo:
-        side = self.box[0] * self.box[1]
-        return _expected("sudoku", side * side, side + 2, 1, self.box, split, self.rows)
+        return describe_sudoku(self.box, **_expected(split, self.rows))
 
 
 class ExpectedPlain(Config):
@@ -60,33 +68,17 @@ class ExpectedPlain(Config):
 
     kind: Literal["plain"] = "plain"
     seq_len: PositiveInt
-    vocab_size: PositiveInt
+    vocab_size: VocabSize
     num_identifiers: PositiveInt = 1
     rows: PositiveInt = 1000
 
     def info(self, split: str) -> DatasetInfo:
-        return _expected("plain", self.seq_len, self.vocab_size, self.num_identifiers, None, split, self.rows)
+        return DatasetInfo(**self.model_dump(exclude={"rows"}), **_expected(split, self.rows))
 
 
-def _expected(
-    kind: Literal["sudoku", "plain"],
-    seq_len: int,
-    vocab_size: int,
-    num_identifiers: int,
-    box: list[int] | None,
-    split: str,
-    rows: int,
-) -> DatasetInfo:
-    return DatasetInfo(
-        kind=kind,
-        seq_len=seq_len,
-        vocab_size=vocab_size,
-        num_identifiers=num_identifiers,
-        box=box,
-        sources=["expected"],
-        origin="data.expected",
-        splits={split: SplitInfo(rows=rows, sha256="")},
-    )
+def _expected(split: str, rows: int) -> dict[str, Any]:
+    splits = {split: SplitInfo(rows=rows, sha256="")}
+    return {"sources": ["expected"], "origin": "data.expected", "splits": splits}
 
 
 @dataclass(frozen=True)
@@ -106,59 +98,70 @@ class Split:
 
 
 FIELDS = ("inputs", "labels", "identifiers", "sources", "ratings")
-GROUP_FIELDS = ("group_offsets", "group_weights")
+
+
+def check_new(folder: Path) -> None:
+    if (folder / "dataset.json").exists():
+        raise DataError(f"{folder} already holds a dataset; remove it first or choose another folder")
 
 
 def write_dataset(folder: Path, info: DatasetInfo, splits: dict[str, Split]) -> DatasetInfo:
     """Write a new dataset folder. `dataset.json` comes last: without it there is no dataset."""
-    if (folder / "dataset.json").exists():
-        raise DataError(f"{folder} already holds a dataset; remove it first or choose another folder")
+    check_new(folder)
+    files, described = {}, {}
     for name, split in splits.items():
         check_split(info, split, f"split {name}")
-    files = {name: _to_npz(split) for name, split in splits.items()}
-    described = {
-        name: {"rows": len(splits[name]), "sha256": hashlib.sha256(content).hexdigest()}
-        for name, content in files.items()
-    }
+        files[name] = _to_npz(split)
+        described[name] = {"rows": len(split), "sha256": hashlib.sha256(files[name]).hexdigest()}
     try:
         info = DatasetInfo.model_validate(info.model_dump() | {"splits": described})
     except ValidationError:
         raise DataError(f"splits {', '.join(splits)}: expected names of letters, digits and . _ -") from None
     for name, content in files.items():
         replace_file(inside(folder, f"{name}.npz"), content)
-    replace_file(folder / "dataset.json", (json.dumps(info.model_dump(), indent=2) + "\n").encode())
+    replace_file(folder / "dataset.json", (info.model_dump_json(indent=2) + "\n").encode())
     return info
 
 
 def _to_npz(split: Split) -> bytes:
-    fields = FIELDS + (GROUP_FIELDS if split.group_offsets is not None else ())
     buffer = BytesIO()
-    np.savez_compressed(buffer, **{field: getattr(split, field) for field in fields})
+    np.savez_compressed(buffer, **{field: array for field, array in vars(split).items() if array is not None})
     return buffer.getvalue()
 
 
 def read_info(folder: Path) -> DatasetInfo:
     path = folder / "dataset.json"
     try:
-        return DatasetInfo.model_validate(json.loads(path.read_text()))
+        return parse_info(path.read_bytes(), path)
     except FileNotFoundError:
         raise DataError(
             f"data.path: no dataset at {folder.absolute()} (no dataset.json); "
             "make one with `tinypod data sudoku` or `tinypod data import`, or set data.path=FOLDER"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError, ValidationError, OSError) as error:
-        raise DataError(f"{path}: not a dataset description: {error}") from None
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None
+
+
+def parse_info(content: bytes, where: Path | str) -> DatasetInfo:
+    try:
+        return DatasetInfo.model_validate_json(content)
+    except ValidationError as error:
+        raise DataError(f"{where}: not a dataset description: {error}") from None
+
+
+def split_info(folder: Path, info: DatasetInfo, name: str) -> SplitInfo:
+    if name not in info.splits:
+        raise DataError(f"{folder} has no split {name!r}; it has {', '.join(info.splits)}")
+    return info.splits[name]
 
 
 def read_split(folder: Path, info: DatasetInfo, name: str) -> Split:
-    if name not in info.splits:
-        raise DataError(f"{folder} has no split {name!r}; it has {', '.join(info.splits)}")
-    path = folder / f"{name}.npz"
+    path, sha256 = folder / f"{name}.npz", split_info(folder, info, name).sha256
     try:
         content = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; make the dataset again") from None
-    if hashlib.sha256(content).hexdigest() != info.splits[name].sha256:
+    if hashlib.sha256(content).hexdigest() != sha256:
         raise DataError(
             f"{path}: its contents are not those that dataset.json describes (damaged or replaced); make it again"
         )
@@ -175,18 +178,12 @@ def check_split(info: DatasetInfo, split: Split, where: str) -> None:
     """Shapes, ranges and emptiness: what would otherwise surface as nonsense inside a compiled step."""
     if len(split) == 0:
         raise DataError(f"{where}: no rows")
-    expected = {"inputs": (len(split), info.seq_len), "labels": (len(split), info.seq_len)}
+    limits = {"identifiers": info.num_identifiers, "sources": len(info.sources), "ratings": None}
     for field in FIELDS:
-        shape = getattr(split, field).shape
-        if shape != expected.get(field, (len(split),)):
-            raise DataError(f"{where}: {field} has shape {shape}, expected {expected.get(field, (len(split),))}")
-    limits: dict[str, tuple[np.ndarray, int]] = {
-        "inputs": (split.inputs, info.vocab_size),
-        "labels": (split.labels, info.vocab_size),
-        "identifiers": (split.identifiers, info.num_identifiers),
-        "sources": (split.sources, len(info.sources)),
-    }
-    for field, (values, limit) in limits.items():
-        if values.min() < 0 or values.max() >= limit:
+        values, limit = getattr(split, field), limits.get(field, info.vocab_size)
+        shape = (len(split),) if field in limits else (len(split), info.seq_len)
+        if values.shape != shape:
+            raise DataError(f"{where}: {field} has shape {values.shape}, expected {shape}")
+        if limit is not None and (values.min() < 0 or values.max() >= limit):
             wrong = values.min() if values.min() < 0 else values.max()
             raise DataError(f"{where}: {field} holds {wrong}, expected values from 0 to {limit - 1}")

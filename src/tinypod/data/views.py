@@ -15,9 +15,9 @@ import numpy as np
 from jax import Array
 
 from tinypod.data.puzzles import Split
+from tinypod.data.sudoku import FIRST_DIGIT, Box
 
 IGNORED_LABEL = -100
-SUDOKU_FIRST_DIGIT = 2  # tokens: 0 pad, 1 blank, then the digits
 
 # key -> (token of each token, cell that each cell comes from)
 View = Callable[[Array], tuple[Array, Array]]
@@ -32,7 +32,7 @@ class Sampler:
     grouped: bool
 
 
-def sudoku_view(box: tuple[int, int], vocab_size: int) -> View:
+def sudoku_view(box: Box, vocab_size: int) -> View:
     """Random symmetry of a Sudoku: digits relabelled, bands, stacks and the lines in them permuted, transposed."""
     box_rows, box_cols = box
     side = box_rows * box_cols
@@ -45,8 +45,8 @@ def sudoku_view(box: tuple[int, int], vocab_size: int) -> View:
 
     def view(key: Array) -> tuple[Array, Array]:
         digit_key, row_key, col_key, turn_key = jax.random.split(key, 4)
-        digits = SUDOKU_FIRST_DIGIT + jnp.argsort(jax.random.uniform(digit_key, (side,)))
-        tokens = jnp.arange(vocab_size).at[SUDOKU_FIRST_DIGIT : SUDOKU_FIRST_DIGIT + side].set(digits)
+        digits = FIRST_DIGIT + jnp.argsort(jax.random.uniform(digit_key, (side,)))
+        tokens = jnp.arange(vocab_size).at[FIRST_DIGIT : FIRST_DIGIT + side].set(digits)
         rows, cols = lines(row_key, box_cols, box_rows), lines(col_key, box_rows, box_cols)
         cells = rows[:, None] * side + cols[None, :]
         if box_rows == box_cols:  # else a transposed grid has boxes of another shape
@@ -58,11 +58,7 @@ def sudoku_view(box: tuple[int, int], vocab_size: int) -> View:
 
 def device_arrays(split: Split) -> dict[str, Any]:
     """What `draw_examples` reads, as host arrays ready to be put on the device."""
-    arrays: dict[str, Any] = {
-        "inputs": split.inputs,
-        "labels": split.labels,
-        "identifiers": split.identifiers,
-    }
+    arrays: dict[str, Any] = {name: getattr(split, name) for name in ("inputs", "labels", "identifiers")}
     if split.group_offsets is not None and split.group_weights is not None:
         weights = split.group_weights / split.group_weights.sum()
         arrays["group_offsets"] = split.group_offsets.astype(np.int32)

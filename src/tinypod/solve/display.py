@@ -17,7 +17,6 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from tinypod.data import sudoku
-from tinypod.data.sudoku import breaks_rules
 
 SYMBOLS = "·" + sudoku.SYMBOLS[1:]  # a dot in the middle of its line reads as a hole, not as a full stop
 LINE, CLUE, FILLED, CHANGED, BROKEN = "bright_black", "default", "cyan", "yellow", "red reverse"
@@ -30,25 +29,7 @@ class Refinement:
     question: np.ndarray  # uint8 [S], 0 where blank
     grids: np.ndarray  # uint8 [steps, S], the whole answer, 0 where no digit was predicted
     halt_probabilities: np.ndarray  # float [steps]; the model would stop at the first above one half
-    box: tuple[int, int]  # rows, columns
-    answer: np.ndarray | None = None  # uint8 [S], where a solution is known
-
-    def __post_init__(self) -> None:
-        size = self.side**2
-        assert self.side < len(SYMBOLS), f"no symbols for a side of {self.side}"
-        assert self.num_steps >= 1, "a refinement needs at least one step"
-        assert self.question.shape == (size,), self.question.shape
-        assert self.grids.shape == (self.num_steps, size), self.grids.shape
-        assert self.halt_probabilities.shape == (self.num_steps,), self.halt_probabilities.shape
-        assert self.answer is None or self.answer.shape == (size,), self.answer
-
-    @property
-    def side(self) -> int:
-        return self.box[0] * self.box[1]
-
-    @property
-    def num_steps(self) -> int:
-        return len(self.grids)
+    box: sudoku.Box
 
     @cached_property
     def broken(self) -> np.ndarray:
@@ -57,7 +38,7 @@ class Refinement:
 
     @cached_property
     def solved_steps(self) -> np.ndarray:
-        """bool [steps]: every cell filled, every rule and clue kept; the known answer has no say."""
+        """bool [steps]: every cell filled, every rule and clue kept."""
         return ~np.any(self.broken | (self.grids == 0), axis=-1)
 
     @property
@@ -78,59 +59,31 @@ def _first_step(flags: np.ndarray) -> int | None:
     return int(flags.argmax()) + 1 if flags.any() else None
 
 
-def broken_cells(grid: np.ndarray, question: np.ndarray, box: tuple[int, int]) -> np.ndarray:
+def broken_cells(grid: np.ndarray, question: np.ndarray, box: sudoku.Box) -> np.ndarray:
     """bool [..., S] for grids [..., S]: repeats in a row, column or box, and overwritten clues."""
-    return breaks_rules(grid, box) | _overwritten(grid, question)
-
-
-def _overwritten(grid: np.ndarray, question: np.ndarray) -> np.ndarray:
-    return (question > 0) & (grid != question)
+    return sudoku.breaks_rules(grid, box) | ((question > 0) & (grid != question))
 
 
 def verdict(refinement: Refinement) -> str:
     """One line: whether and when it was solved, and whether the model would have known when to stop."""
-    if refinement.solved_at is None:
-        outcome = f"not solved: {_faults(refinement)}"
-    elif not refinement.solved:
-        outcome = f"solved at step {refinement.solved_at} but lost again: {_faults(refinement)} in the end"
-    else:
-        outcome = f"solved at step {refinement.solved_at}"
-        if refinement.answer is not None and (refinement.grids[-1] != refinement.answer).any():
-            outcome += ", with another solution than the known one"
-    return f"{outcome}; the model would {_stop(refinement)}"
-
-
-def _stop(refinement: Refinement) -> str:
-    step = refinement.halted_at
-    if step is None:
-        return f"not have stopped within {_count(refinement.num_steps, 'step', 'steps')}"
-    if refinement.solved_at is None:
-        return f"have stopped at step {step} all the same"
-    if not refinement.solved_steps[step - 1]:
-        return f"have stopped at step {step} with a wrong grid"
-    return f"have stopped at step {step}" + ("" if refinement.solved else " with the solution")
-
-
-def _faults(refinement: Refinement) -> str:
-    """What keeps the last grid from being a solution."""
-    grid, question, answer = refinement.grids[-1], refinement.question, refinement.answer
-    faults = [
-        (breaks_rules(grid, refinement.box), "cell breaks a rule", "cells break a rule"),
-        (_overwritten(grid, question), "clue is overwritten", "clues are overwritten"),
-        ((grid == 0) & (question == 0), "cell is blank", "cells are blank"),
-    ]
-    if answer is not None:
-        faults.append((grid != answer, "differs from the known answer", "differ from the known answer"))
-    return ", ".join(_count(int(cells.sum()), one, many) for cells, one, many in faults if cells.any())
+    solved_at, halted_at = refinement.solved_at, refinement.halted_at
+    outcome = f"solved at step {solved_at}" if solved_at else "not solved"
+    if not refinement.solved:
+        broken, blank = int(refinement.broken[-1].sum()), int((refinement.grids[-1] == 0).sum())
+        faults = [(broken, "cell breaks a rule", "cells break a rule"), (blank, "cell is blank", "cells are blank")]
+        listed = ", ".join(_count(*fault) for fault in faults if fault[0])
+        outcome += f"{' but lost again' if solved_at else ''}: {listed}"
+    if halted_at is None:
+        return f"{outcome}; the model would not have stopped within {_count(len(refinement.grids), 'step', 'steps')}"
+    wrong = "" if refinement.solved_steps[halted_at - 1] else " with a wrong grid"
+    return f"{outcome}; the model would have stopped at step {halted_at}{wrong}"
 
 
 def _count(count: int, one: str, many: str) -> str:
     return f"{count} {one if count == 1 else many}"
 
 
-def render_grid(
-    grid: np.ndarray, question: np.ndarray, box: tuple[int, int], previous: np.ndarray | None = None
-) -> Text:
+def render_grid(grid: np.ndarray, question: np.ndarray, box: sudoku.Box, previous: np.ndarray | None = None) -> Text:
     """One grid [S] with its boxes drawn; without a previous grid no cell counts as changed."""
     rows, columns = box
     side = rows * columns
@@ -168,9 +121,8 @@ def render_refinement(refinement: Refinement, every: int = 1) -> Group:
     """
     question, halted_at = refinement.question, refinement.halted_at
     clues = int((question > 0).sum())
-    puzzle = render_grid(question, question, refinement.box)
     heading = f"{_count(clues, 'clue', 'clues')} · {len(question) - clues} blank"
-    blocks = [[Text("puzzle", "bold"), Text(heading), puzzle]]
+    blocks = [[Text("puzzle", "bold"), Text(heading), render_grid(question, question, refinement.box)]]
     previous = None
     for first, last in _runs(refinement, every):
         grid = refinement.grids[first - 1]
@@ -185,13 +137,12 @@ def render_refinement(refinement: Refinement, every: int = 1) -> Group:
     texts = [_unfolded(Text("\n").join(block)) for block in blocks]
     knows = halted_at is not None and refinement.solved_steps[halted_at - 1]
     style = "bold red" if not refinement.solved else "bold green" if knows else "bold yellow"
-    closing = [_legend(), Text(verdict(refinement), style)]
-    return Group(Columns(texts, padding=(1, 3), equal=True), Text(), *closing)
+    return Group(Columns(texts, padding=(1, 3), equal=True), Text(), _legend(), Text(verdict(refinement), style))
 
 
 def _runs(refinement: Refinement, every: int) -> list[tuple[int, int]]:
     """The first and last step of each run of equal grids that holds a step to be drawn."""
-    steps, grids = refinement.num_steps, refinement.grids
+    grids, steps = refinement.grids, len(refinement.grids)
     starts = [1, *(np.flatnonzero((grids[1:] != grids[:-1]).any(-1)) + 2).tolist(), steps + 1]
     wanted = {1, steps, refinement.solved_at, refinement.halted_at, *range(every, steps + 1, every)}
     return [(start, end - 1) for start, end in pairwise(starts) if not wanted.isdisjoint(range(start, end))]

@@ -91,9 +91,6 @@ def build_task(config: Any, opened: Opened, gather: Gather | None = None) -> Tas
     has_table = isinstance(model.puzzle_embedding, trm.PuzzleTable)
     sampler = make_sampler(config.data, info)
 
-    def read_split(name: str) -> puzzles.Split:
-        return puzzles.read_split(opened.folder, info, name)
-
     def draw(arrays: dict[str, Array], draw: Draw, varied: dict[str, Array]) -> dict[str, Any]:
         example_key, explore_key, until_key = jax.random.split(draw.key, 3)
         explore = jax.random.bernoulli(explore_key, varied["exploration"], (batch_size,))
@@ -104,12 +101,11 @@ def build_task(config: Any, opened: Opened, gather: Gather | None = None) -> Tas
         }
 
     def open_evaluation(split: str | None) -> Evaluation:
-        held_out = read_split(split or config.data.eval_split)
+        held_out = puzzles.read_split(*opened, split or config.data.eval_split)
         return puzzle_scores.evaluation(model, held_out, info.sources, max_steps, gather)
 
     def flops(training: bool) -> int:
-        once = trm.count_matmul_flops(model, shape, training=training)
-        return once if training else max_steps * once
+        return trm.count_matmul_flops(model, shape, training=training) * (1 if training else max_steps)
 
     held_out = info.splits.get(config.data.eval_split)
     return Task(
@@ -124,23 +120,17 @@ def build_task(config: Any, opened: Opened, gather: Gather | None = None) -> Tas
         frozen=(r"z_init\..*",),
         tables=(TABLE,) if has_table else (),
         abstract_feed=lambda mesh: abstract_arrays(opened, config.data.train_split, mesh),
-        open_feed=lambda mesh: ResidentFeed(mesh, device_arrays(read_split(config.data.train_split))),
+        open_feed=lambda mesh: ResidentFeed(mesh, device_arrays(puzzles.read_split(*opened, config.data.train_split))),
         open_evaluation=open_evaluation,
         fingerprint={name: split.sha256 for name, split in info.splits.items()},
         summarise=summarise,
         headline=puzzle_scores.HEADLINE,
         unit="puzzles",
         description=f"{model.mixing.kind} mixing, {model.dtype}, puzzles of {info.seq_len} cells",
-        train_rows=count_rows(opened, config.data.train_split),
+        train_rows=puzzles.split_info(*opened, config.data.train_split).rows,
         held_out_rows=held_out.rows if held_out else None,
         flops=flops,
     )
-
-
-def count_rows(opened: Opened, split: str) -> int:
-    if split not in opened.info.splits:
-        raise DataError(f"{opened.folder} has no split {split!r}; it has {', '.join(opened.info.splits)}")
-    return opened.info.splits[split].rows
 
 
 def make_sampler(data: PuzzleDataConfig, info: puzzles.DatasetInfo) -> Sampler:
@@ -158,17 +148,14 @@ def make_sampler(data: PuzzleDataConfig, info: puzzles.DatasetInfo) -> Sampler:
 
 
 def abstract_arrays(opened: Opened, name: str, mesh: Mesh | AbstractMesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of what the feed holds, of a dataset that may not be there; how many groups there are, only the file
-    knows."""
-    info = opened.info
-    rows = count_rows(opened, name)
-    cells: Any = ((rows, info.seq_len), np.uint8)
+    """Shapes of what the feed holds, of a dataset that may not be there; only the file knows how many groups it has."""
+    rows = puzzles.split_info(*opened, name).rows
+    cells: Any = ((rows, opened.info.seq_len), np.uint8)
     shapes = {"inputs": cells, "labels": cells, "identifiers": ((rows,), np.int32)}
-    if info.grouped:
-        split = puzzles.read_split(opened.folder, info, name)
-        shapes = {key: (x.shape, x.dtype) for key, x in device_arrays(split).items()}
-    whole = replicated(mesh)
-    return {key: jax.ShapeDtypeStruct(*value, sharding=whole) for key, value in shapes.items()}
+    if opened.info.grouped:
+        arrays = device_arrays(puzzles.read_split(*opened, name))
+        shapes = {key: (x.shape, x.dtype) for key, x in arrays.items()}
+    return {key: jax.ShapeDtypeStruct(*value, sharding=replicated(mesh)) for key, value in shapes.items()}
 
 
 KIND = TaskKind(PuzzleTaskConfig, PuzzleDataConfig, trm.TrmConfig, open_data, build_task)
@@ -183,7 +170,7 @@ def make_loss(config: PuzzleTaskConfig, model: trm.TrmConfig, gather: Gather | N
         varied: dict[str, Array],
     ) -> tuple[Array, tuple[dict[str, Any], dict[str, Array]]]:
         z, logits, q = trm.apply(model, params, carry["z"], carry["example"]["inputs"], rows.get(TABLE), gather)
-        scores = score(logits, q[:, 0], carry["example"]["labels"])
+        scores = score(jnp.argmax(logits, axis=-1), q[:, 0], carry["example"]["labels"])
         lm_loss = _cell_losses(config, logits, carry["example"]["labels"])
         q_loss = _binary_cross_entropy(q[:, 0], scores["exact_accuracy"])
         total = jnp.sum(lm_loss) + varied["q_loss_weight"] * jnp.sum(q_loss)

@@ -1,8 +1,7 @@
 """What puzzles are scored with: the accuracies of a batch, and a pass over a split. Every row runs all the steps; the
 last answer is the one that counts."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +24,11 @@ HEADLINE = (
 ACCURACIES = ("cell_accuracy", "exact_accuracy", "halt_accuracy")
 
 
-def score(logits_BSV: Array, q_halt_B: Array, labels_BS: Array) -> dict[str, Array]:
+def score(answers_BS: Array, q_halt_B: Array, labels_BS: Array) -> dict[str, Array]:
     """Per row: labelled cells, share of them right, whether all are, whether the halting logit knows it."""
     labelled = labels_BS != IGNORED_LABEL
     count = jnp.sum(labelled, axis=-1)
-    right = jnp.sum(labelled & (jnp.argmax(logits_BSV, axis=-1) == labels_BS), axis=-1)
+    right = jnp.sum(labelled & (answers_BS == labels_BS), axis=-1)
     exact = right == count
     return {
         "labelled": count,
@@ -49,31 +48,19 @@ def evaluation(model: trm.TrmConfig, split: Split, sources: list[str], steps: in
             "sources": split.sources[start:stop].astype(np.int32),
         }
 
-    return Evaluation(
-        rows=len(split),
-        read=read,
-        score=make_score(model, steps, len(sources), gather),
-        summarise=lambda sums: name_metrics(sums, sources),
-    )
-
-
-def make_score(
-    model: trm.TrmConfig, steps: int, num_sources: int, gather: Gather | None = None
-) -> Callable[[trm.Params, dict[str, Array]], dict[str, Array]]:
-    """`(params, batch) -> sums [num_sources]`."""
-
     def score_batch(params: trm.Params, batch: dict[str, Array]) -> dict[str, Array]:
-        logits, q, stopped = run_steps(model, params, batch["inputs"], batch["identifiers"], steps, gather)
-        scores = score(logits, q[:, 0], batch["labels"])
-        count = batch["count"]
-        values = {name: scores[name] * count for name in ACCURACIES} | {
-            "steps": stopped.astype(jnp.float32) * count,
-            "count": count,
+        """Sums [sources]."""
+        answers, q = run_steps(model, params, batch["inputs"], batch["identifiers"], steps, gather)
+        scores = score(answers[-1].astype(jnp.int32), q[-1], batch["labels"])
+        stops = (q > 0).at[-1].set(True)
+        values = {name: scores[name] for name in ACCURACIES} | {
+            "steps": 1 + jnp.argmax(stops, axis=0).astype(jnp.float32),
+            "count": jnp.ones_like(batch["count"]),
         }
-        source = jax.nn.one_hot(batch["sources"], num_sources, dtype=jnp.float32)
+        source = jax.nn.one_hot(batch["sources"], len(sources), dtype=jnp.float32) * batch["count"][:, None]
         return {name: jnp.sum(value[:, None] * source, axis=0) for name, value in values.items()}
 
-    return score_batch
+    return Evaluation(len(split), read, score_batch, lambda sums: name_metrics(sums, sources))
 
 
 def run_steps(
@@ -83,21 +70,16 @@ def run_steps(
     identifiers_B: Array,
     steps: int,
     gather: Gather | None = None,
-) -> tuple[Array, Array, Array]:
-    """`steps` steps from scratch: the last logits and q, and the step [B] at which each row would have stopped."""
-    B, S = inputs_BS.shape
+) -> tuple[Array, Array]:
+    """From scratch: the answer (tokens uint8 [steps, B, S]) and the halting logit ([steps, B]) after each step."""
     table = params.get(TABLE)
     rows = None if table is None else table[identifiers_B]
 
-    def advance(number: Array, state: Any) -> Any:
-        z, _, _, stopped = state
+    def advance(z: trm.Z, _: None) -> tuple[trm.Z, tuple[Array, Array]]:
         z, logits, q = trm.apply(model, params, z, inputs_BS, rows, gather)
-        return z, logits, q, jnp.where(q[:, 0] > 0, jnp.minimum(stopped, number), stopped)
+        return z, (jnp.argmax(logits, axis=-1).astype(jnp.uint8), q[:, 0])
 
-    logits = jnp.zeros((B, S, params["head"].shape[1]), model.dtype)
-    start = (trm.initial_z(model, params, B, S), logits, jnp.zeros((B, 2)), jnp.full((B,), steps, jnp.int32))
-    _, logits, q, stopped = jax.lax.fori_loop(1, steps + 1, advance, start)
-    return logits, q, stopped
+    return jax.lax.scan(advance, trm.initial_z(model, params, *inputs_BS.shape), length=steps)[1]
 
 
 def name_metrics(sums: Mapping[str, np.ndarray], sources: list[str]) -> dict[str, float]:
