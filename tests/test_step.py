@@ -140,7 +140,7 @@ def test_without_table_or_ema(data: Path) -> None:
 def test_the_step_donates_its_state(data: Path) -> None:
     built = experiment.build(tiny_config(data), jax.devices()[:1])
     state = built.init()
-    Steps(built)(state)
+    Steps(built)(state, 0)
     assert all(x.is_deleted() for x in jax.tree.leaves(state))
 
 
