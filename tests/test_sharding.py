@@ -1,5 +1,8 @@
 """Meshes: what does not fit is refused before anything compiles, and how arrays are split does not change a result."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -126,3 +129,17 @@ def test_evaluation_is_the_same_on_any_mesh(data: Path) -> None:
         scores.append(Evaluator(built.task.open_evaluation(None), built.mesh, 8)(built.init().params))
     assert scores[0] == pytest.approx(scores[1])
     assert scores[0]["count"] == 21
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu", "nonsense"])
+def test_a_platform_that_is_not_there_is_an_error_that_says_what_to_do(platform: str) -> None:
+    program = "from tinypod import sharding; sharding.all_devices()"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"JAX_PLATFORMS": platform},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert f"DeviceError: no device of the platform that was asked for (JAX_PLATFORMS={platform})" in done.stderr
+    assert "JAX_PLATFORMS=cpu" in done.stderr

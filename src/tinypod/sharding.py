@@ -69,12 +69,13 @@ def all_devices() -> list[Any]:
     """Of all processes; an error that says what to do where there are none."""
     try:
         return list(jax.devices())
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # JAX asserts where a plugin is missing
         asked = os.environ.get("JAX_PLATFORMS") or "not set"
+        why = (str(error).strip().splitlines() or ["its plugin is not installed"])[0][:300]
         raise DeviceError(
-            f"no device of the platform that was asked for (JAX_PLATFORMS={asked}): "
-            f"{str(error).strip().splitlines()[0][:300]}. Install its plugin (pip install 'tinypod[cuda]' or "
-            "'tinypod[tpu]') on a machine that has such a device, or take what is here: JAX_PLATFORMS=cpu"
+            f"no device of the platform that was asked for (JAX_PLATFORMS={asked}): {why}. Install its plugin (pip "
+            "install 'tinypod[cuda]' or 'tinypod[tpu]') on a machine that has such a device, or take what is here: "
+            "JAX_PLATFORMS=cpu"
         ) from None
 
 
