@@ -84,7 +84,7 @@ def solve(puzzle, box=(3, 3), limit=2):
 @given(box=st.sampled_from(BOXES), seed=st.integers(0, 10_000), data=st.data())
 def test_solver_counts_as_the_plain_one_does(box, seed, data):
     """On puzzles with one clue taken away, added or changed: none, one or several solutions."""
-    questions, _, _ = sudoku_generator.generate_batch(box, seed, 0, 1)
+    questions, _, _ = sudoku_solver.generate_batch(box, seed, 0, 1)
     puzzle = questions[0]
     side = box[0] * box[1]
     for _ in range(data.draw(st.integers(0, 2))):
@@ -162,8 +162,8 @@ def test_generation_depends_on_seed_and_attempt_only():
     all_small = sudoku_generator.generate((2, 2), 36, seed=11).questions
     for count in (1, 12, 30):  # with many copies left out, and so in several batches
         np.testing.assert_array_equal(sudoku_generator.generate((2, 2), count, seed=11).questions, all_small[:count])
-    whole = sudoku_generator.generate_batch((3, 3), 11, 0, 8)
-    tail = sudoku_generator.generate_batch((3, 3), 11, 5, 3)
+    whole = sudoku_solver.generate_batch((3, 3), 11, 0, 8)
+    tail = sudoku_solver.generate_batch((3, 3), 11, 5, 3)
     for a, b in zip(whole, tail, strict=True):
         np.testing.assert_array_equal(a[5:], b)
 
@@ -214,7 +214,7 @@ def test_generation_reports_progress_and_refuses_nonsense():
 @settings(deadline=None, max_examples=100)
 @given(box=st.sampled_from([*BOXES, (3, 2), (1, 5)]), seed=st.integers(0, 10_000), clues=st.integers(0, 12))
 def test_signatures_of_symmetric_copies_agree(box, seed, clues):
-    question = sudoku_generator.generate_batch(box, seed, 0, 1, clues)[0][0]
+    question = sudoku_solver.generate_batch(box, seed, 0, 1, clues)[0][0]
     copy = random_symmetry(question, box, np.random.default_rng(seed))
     a, b = sudoku.signatures(np.stack([question, copy]), box)
     assert a == b
@@ -235,7 +235,7 @@ def canonical_4x4(grid):
 
 
 def test_signatures_against_canonical_forms():
-    questions = np.concatenate([sudoku_generator.generate_batch((2, 2), 7, 0, 150, clues)[0] for clues in (0, 6, 8)])
+    questions = np.concatenate([sudoku_solver.generate_batch((2, 2), 7, 0, 150, clues)[0] for clues in (0, 6, 8)])
     canonical = [canonical_4x4(question) for question in questions]
     by_form, by_signature = {}, {}
     for form, signature in zip(canonical, sudoku.signatures(questions, (2, 2)).tolist(), strict=True):
@@ -247,7 +247,7 @@ def test_signatures_against_canonical_forms():
 
 
 def test_signatures_tell_other_puzzles_apart():
-    questions = sudoku_generator.generate_batch((3, 3), 1, 0, 300)[0]
+    questions = sudoku_solver.generate_batch((3, 3), 1, 0, 300)[0]
     assert len(np.unique(sudoku.signatures(questions))) == 300
     moved = questions.copy()  # one clue goes elsewhere in its row
     for puzzle in moved:

@@ -1,81 +1,15 @@
-"""Sudokus made up: minimal ones, or with more clues, as many as asked for and no two of them symmetric copies.
+"""As many Sudokus made up as asked for, no two of them symmetric copies.
 
 Importing this module imports numba, which is slow: import it inside functions.
 """
-# mypy: allow-untyped-defs
 
 import numpy as np
 
 from tinypod.data.sudoku import Box, Progress, Puzzles, side_of, signatures
-from tinypod.data.sudoku_solver import (
-    MASK,
-    UINT,
-    UNLIMITED,
-    compiled,
-    masks_to_digits,
-    mix,
-    native,
-    random_below,
-    search,
-    tables,
-)
+from tinypod.data.sudoku_solver import generate_batch
 from tinypod.errors import DataError
 
 PATIENCE = 2000  # attempts in a row that bring no new puzzle before `generate` gives up
-MAX_GUESSES = 100_000  # of a search, before an attempt is given up
-SEED = UINT(0x5851F42D4C957F2D)
-
-
-@compiled
-def _shuffle(order, rng):
-    for i in range(len(order) - 1, 0, -1):
-        j = random_below(rng, i + 1)
-        order[i], order[j] = order[j], order[i]
-
-
-@compiled
-def _make(blank, seed, attempt, rng, no_rng, units, peers, clues):
-    """A puzzle and its answer as masks (see `sudoku_solver`), and its rating; -1 marks an attempt given up."""
-    rng[0] = mix((mix(seed ^ SEED) + attempt) & MASK)
-    found, _, answer = search(blank, units, peers, 1, MAX_GUESSES, rng)
-    if found != 1:
-        return blank, blank, -1
-    puzzle, order = answer.copy(), list(range(len(blank)))
-    _shuffle(order, rng)
-    for cell in order:
-        # A clue may go if and only if no solution has another digit in its cell.
-        other = puzzle.copy()
-        other[cell] = blank[cell] ^ answer[cell]
-        found, _, _ = search(other, units, peers, 1, MAX_GUESSES, no_rng)
-        if found < 0:
-            return blank, blank, -1
-        if found == 0:
-            puzzle[cell] = blank[cell]
-    missing = clues
-    for cell in order:
-        missing -= puzzle[cell] != blank[cell]
-    _shuffle(order, rng)
-    for cell in order:
-        if missing > 0 and puzzle[cell] == blank[cell]:
-            puzzle[cell] = answer[cell]
-            missing -= 1
-    _, guesses, _ = search(puzzle, units, peers, 2, UNLIMITED, no_rng)
-    return puzzle, answer, guesses
-
-
-def generate_batch(
-    box: Box, seed: int, first: int, num: int, clues: int = 0
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Puzzles, answers and ratings of attempts first..first+num-1; rating -1 marks one given up on."""
-    full = 2 ** (box[0] * box[1]) - 1
-    blank = native(np.full((box[0] * box[1]) ** 2, full, np.int32))
-    rng, no_rng = native(np.zeros(1, np.uint64)), native(np.zeros(0, np.uint64))
-    made = [
-        _make(blank, UINT(seed % 2**64), UINT(attempt), rng, no_rng, *tables(box), clues)
-        for attempt in range(first, first + num)
-    ]
-    puzzles, answers, ratings = zip(*made, strict=True)
-    return masks_to_digits(puzzles, full), masks_to_digits(answers, full), np.array(ratings, np.int32)
 
 
 def generate(box: Box, count: int, seed: int, clues: int | None = None, progress: Progress | None = None) -> Puzzles:

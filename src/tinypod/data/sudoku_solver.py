@@ -1,11 +1,12 @@
-"""An exhaustive Sudoku solver, compiled by numba where that is installed.
+"""An exhaustive Sudoku solver and a maker of minimal puzzles, compiled by numba where that is installed.
 
 A state is one mask of candidates a cell (bit d-1 = digit d). Naked and hidden singles run to a fixed point, then the
 search tries one digit of a cell with the fewest candidates; once that is refuted it continues *without* the digit,
 which propagates too. A guess is one such trial, and a rating counts them over the proof of uniqueness.
 
 Without numba the same functions run as plain Python, on lists of ints instead of arrays (which are slow one by one),
-and find the same. Importing this module imports numba, which is slow: import it inside functions.
+and find the same. Compiled functions stay in one file: numba's cache does not notice when another file changes.
+Importing this module imports numba, which is slow: import it inside functions.
 """
 # mypy: allow-untyped-defs
 
@@ -25,9 +26,9 @@ except ImportError:
     COMPILED = False
     INT = UINT = int  # type: ignore[assignment]
 
-UNLIMITED = 1 << 62
+MAX_GUESSES, UNLIMITED = 100_000, 1 << 62  # of a search, before an attempt at a puzzle is given up
 # SplitMix64 (Steele et al. 2014). Python's ints do not wrap around at 64 bits, hence the mask.
-MASK, GOLDEN = UINT(2**64 - 1), UINT(0x9E3779B97F4A7C15)
+MASK, GOLDEN, SEED = UINT(2**64 - 1), UINT(0x9E3779B97F4A7C15), UINT(0x5851F42D4C957F2D)
 MIX_1, MIX_2 = UINT(0xBF58476D1CE4E5B9), UINT(0x94D049BB133111EB)
 S27, S30, S31, S33 = UINT(27), UINT(30), UINT(31), UINT(33)
 
@@ -38,16 +39,16 @@ class Solved(NamedTuple):
     guesses: np.ndarray  # int32 [N]
 
 
-def compiled(function: Any) -> Any:
+def _compiled(function: Any) -> Any:
     return njit(cache=True, nogil=True)(function) if COMPILED else function
 
 
-def native(array: np.ndarray) -> Any:
+def _native(array: np.ndarray) -> Any:
     return array if COMPILED else array.tolist()
 
 
 @lru_cache
-def tables(box: Box) -> tuple[Any, Any]:
+def _tables(box: Box) -> tuple[Any, Any]:
     """Cells of each unit uint8 [3n, n], and the cells that share a unit with each cell uint8 [S, P].
 
     Unsigned, because numba tests every signed index for being negative, which the inner loops feel.
@@ -58,30 +59,31 @@ def tables(box: Box) -> tuple[Any, Any]:
         shares[np.ix_(unit, unit)] = True
     np.fill_diagonal(shares, False)
     peers = np.nonzero(shares)[1].reshape(len(shares), -1)
-    return native(units.astype(np.uint8)), native(peers.astype(np.uint8))
+    return _native(units.astype(np.uint8)), _native(peers.astype(np.uint8))
 
 
-@compiled
-def mix(z):
+@_compiled
+def _mix(z):
     z = ((z ^ (z >> S30)) * MIX_1) & MASK
     z = ((z ^ (z >> S27)) * MIX_2) & MASK
     return z ^ (z >> S31)
 
 
-@compiled
-def random_below(rng, limit):
+@_compiled
+def _random_below(rng, limit):
     """From the state `rng` uint64 [1], so that each attempt owns its random numbers."""
     rng[0] = (rng[0] + GOLDEN) & MASK
-    return INT(mix(rng[0]) >> S33) % limit
+    return INT(_mix(rng[0]) >> S33) % limit
 
 
-@compiled
-def _propagate(state, queue, units, peers):
-    """Naked and hidden singles to a fixed point, False if there is none; cells in `queue` just became single."""
+@_compiled
+def _propagate(state, queue, size, units, peers):
+    """Naked and hidden singles to a fixed point, False if there is none; `queue[:size]` just became single."""
     full = (1 << len(units[0])) - 1
     while True:
-        while len(queue):
-            cell = queue.pop()
+        while size > 0:
+            size -= 1
+            cell = queue[size]
             bit = state[cell]
             for peer in peers[cell]:
                 mask = state[peer]
@@ -91,7 +93,8 @@ def _propagate(state, queue, units, peers):
                         return False
                     state[peer] = mask
                     if mask & (mask - 1) == 0:
-                        queue.append(peer)
+                        queue[size] = peer
+                        size += 1
         for unit in units:
             once, twice, single = 0, 0, 0
             for cell in unit:
@@ -110,12 +113,13 @@ def _propagate(state, queue, units, peers):
                         if only & (only - 1):
                             return False
                         state[cell] = only
-                        queue.append(cell)
-        if not len(queue):
+                        queue[size] = cell
+                        size += 1
+        if size == 0:
             return True
 
 
-@compiled
+@_compiled
 def _popcount(mask):
     number = 0
     while mask:
@@ -124,7 +128,7 @@ def _popcount(mask):
     return number
 
 
-@compiled
+@_compiled
 def _branch_cell(state, peers, rng):
     """An open cell with the fewest candidates, -1 if none; of several a random one if there is an `rng`.
 
@@ -138,7 +142,7 @@ def _branch_cell(state, peers, rng):
             continue
         score = 0
         if len(rng):
-            score = random_below(rng, 1 << 20)
+            score = _random_below(rng, 1 << 20)
         else:
             for peer in peers[cell]:
                 score += (state[peer] & mask) != 0
@@ -147,27 +151,31 @@ def _branch_cell(state, peers, rng):
     return best
 
 
-@compiled
+@_compiled
 def _branch_bit(mask, rng):
     """The lowest candidate, or with an `rng` a random one."""
     if len(rng):
-        for _ in range(random_below(rng, _popcount(mask))):
+        for _ in range(_random_below(rng, _popcount(mask))):
             mask &= mask - 1
     return mask & -mask
 
 
-@compiled
-def search(start, units, peers, limit, max_guesses, rng):
+@_compiled
+def _search(start, units, peers, limit, max_guesses, rng):
     """Solutions found (up to `limit`; -1 if out of guesses), guesses, and the first solution if there is one."""
     first, found, guesses = start, 0, 0
-    queue = [cell for cell in range(len(start)) if start[cell] & (start[cell] - 1) == 0]
-    waiting = [(start.copy(), 0)]  # states to look at, each with the cell that changed last
+    queue, size = start.copy(), 0  # room for every cell
+    for cell in range(len(start)):
+        if start[cell] & (start[cell] - 1) == 0:
+            queue[size] = cell
+            size += 1
+    waiting = [(start.copy(), -1)]  # states to look at, each with the cell that changed last
     while waiting and found < limit:
         state, cell = waiting.pop()
-        if state[cell] & (state[cell] - 1) == 0:
-            queue.append(cell)
-        if not _propagate(state, queue, units, peers):
-            queue.clear()
+        if cell >= 0:
+            queue[0] = cell
+            size = 1 if state[cell] & (state[cell] - 1) == 0 else 0
+        if not _propagate(state, queue, size, units, peers):
             continue
         cell = _branch_cell(state, peers, rng)
         if cell < 0:
@@ -185,25 +193,77 @@ def search(start, units, peers, limit, max_guesses, rng):
     return found, guesses, first
 
 
-@compiled
+@_compiled
 def _solve_batch(states, units, peers, limit, no_rng, counts, guesses):
     """Puts each state's first solution in its place."""
     for i in range(len(states)):
-        counts[i], guesses[i], states[i][:] = search(states[i], units, peers, limit, UNLIMITED, no_rng)
+        counts[i], guesses[i], states[i][:] = _search(states[i], units, peers, limit, UNLIMITED, no_rng)
 
 
 def solve_batch(puzzles: np.ndarray, box: Box = (3, 3), limit: int = 2) -> Solved:
     """Counts solutions of uint8 [N, S] puzzles up to `limit`; a count of 1 with limit 2 proves uniqueness."""
     full = 2 ** (box[0] * box[1]) - 1
-    states = native(np.where(puzzles > 0, 1 << (puzzles.astype(np.int32) - 1), full).astype(np.int32))
-    counts, guesses = (native(np.zeros(len(puzzles), np.int32)) for _ in range(2))
-    _solve_batch(states, *tables(box), limit, native(np.zeros(0, np.uint64)), counts, guesses)
+    states = _native(np.where(puzzles > 0, 1 << (puzzles.astype(np.int32) - 1), full).astype(np.int32))
+    counts, guesses = (_native(np.zeros(len(puzzles), np.int32)) for _ in range(2))
+    _solve_batch(states, *_tables(box), limit, _native(np.zeros(0, np.uint64)), counts, guesses)
     solved = np.asarray(counts, np.int32)
-    solutions = masks_to_digits(np.asarray(states).reshape(puzzles.shape), full)
+    solutions = _to_digits(np.asarray(states).reshape(puzzles.shape), full)
     return Solved(solved, np.where(solved[:, None] > 0, solutions, np.uint8(0)), np.asarray(guesses, np.int32))
 
 
-def masks_to_digits(states: Any, full: int) -> np.ndarray:
+def _to_digits(states: Any, full: int) -> np.ndarray:
     """Of masks with one candidate; 0 for those with all."""
     masks = np.asarray(states)
     return np.where(masks == full, 0, np.frexp(masks)[1]).astype(np.uint8)
+
+
+@_compiled
+def _shuffle(order, rng):
+    for i in range(len(order) - 1, 0, -1):
+        j = _random_below(rng, i + 1)
+        order[i], order[j] = order[j], order[i]
+
+
+@_compiled
+def _make(blank, seed, attempt, rng, no_rng, units, peers, clues):
+    """A puzzle and its answer as states, and its rating; -1 marks an attempt given up."""
+    rng[0] = _mix((_mix(seed ^ SEED) + attempt) & MASK)
+    found, _, answer = _search(blank, units, peers, 1, MAX_GUESSES, rng)
+    if found != 1:
+        return blank, blank, -1
+    puzzle, order = answer.copy(), list(range(len(blank)))
+    _shuffle(order, rng)
+    for cell in order:
+        # A clue may go if and only if no solution has another digit in its cell.
+        other = puzzle.copy()
+        other[cell] = blank[cell] ^ answer[cell]
+        found, _, _ = _search(other, units, peers, 1, MAX_GUESSES, no_rng)
+        if found < 0:
+            return blank, blank, -1
+        if found == 0:
+            puzzle[cell] = blank[cell]
+    missing = clues
+    for cell in order:
+        missing -= puzzle[cell] != blank[cell]
+    _shuffle(order, rng)
+    for cell in order:
+        if missing > 0 and puzzle[cell] == blank[cell]:
+            puzzle[cell] = answer[cell]
+            missing -= 1
+    _, guesses, _ = _search(puzzle, units, peers, 2, UNLIMITED, no_rng)
+    return puzzle, answer, guesses
+
+
+def generate_batch(
+    box: Box, seed: int, first: int, num: int, clues: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Puzzles, answers and ratings of attempts first..first+num-1; rating -1 marks one given up on."""
+    full = 2 ** (box[0] * box[1]) - 1
+    blank = _native(np.full((box[0] * box[1]) ** 2, full, np.int32))
+    rng, no_rng = _native(np.zeros(1, np.uint64)), _native(np.zeros(0, np.uint64))
+    made = [
+        _make(blank, UINT(seed % 2**64), UINT(attempt), rng, no_rng, *_tables(box), clues)
+        for attempt in range(first, first + num)
+    ]
+    puzzles, answers, ratings = zip(*made, strict=True)
+    return _to_digits(puzzles, full), _to_digits(answers, full), np.array(ratings, np.int32)
