@@ -73,12 +73,15 @@ def _fits(analysis: Analysis, there: int | None) -> bool:
 
 
 def make_local_plan(experiment: Experiment, analysis: Analysis, probe: Probe, overrides: tuple[str, ...] = ()) -> Plan:
-    work, devices = analysis.work, experiment.mesh.size
+    work, devices, prediction = analysis.work, experiment.mesh.size, None
+    if work is not None:
+        sent_s = None if work.exchanges() else 0.0
+        prediction = predict(work, probe.flops, probe.bandwidth, clock=None, interconnect_s=sent_s)
     return make_plan(
         experiment.config,
         experiment.task,
         analysis,
-        None if work is None else predict(work, probe.flops, probe.bandwidth, clock=None, interconnect_s=None),
+        prediction,
         overrides,
         slice=f"{devices} × {jax.local_devices()[0].device_kind}",
         devices=devices,

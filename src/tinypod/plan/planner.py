@@ -183,7 +183,7 @@ def make_plan(
         if eval_hours is None:
             notes.insert(0, "evaluation is left out: how many rows are held out is not known (eval.limit)")
         if prediction.interconnect_s is None:
-            notes.insert(0, "exchange between chips is left out: its speed is not known")
+            notes.insert(0, "exchange between devices is left out: its speed is not known")
     return Plan(
         overrides=overrides,
         batch_size=config.batch_size,

@@ -40,8 +40,8 @@ def _sources(plan: Plan) -> list[str]:
     if plan.probe is None:
         share = plan.prediction.estimated_share
         return [f"{share:.0%} of the time on the chip is the compiler's estimate, the rest roofline"]
-    probe, notes = plan.probe, []
-    notes.append(f"probed {probe.flops / 1e12:,.2f} TFLOP/s in products, {probe.bandwidth / 1e9:,.0f} GB/s")
+    probe = plan.probe
+    notes = [f"probed {probe.flops / 1e12:.3g} TFLOP/s in products, {probe.bandwidth / 1e9:.3g} GB/s"]
     if plan.measured_s is not None:
         speed = f"{milliseconds(plan.measured_s)} ms a step, {plan.batch_size / plan.measured_s:,.0f} examples/s"
         notes.append(f"measured {speed}; predicted / measured {plan.ratio:.2f}")

@@ -1,29 +1,20 @@
 """How often loops run.
 
-The compiler's `known_trip_count` says it, or else it is worked out from the loop's condition, its counter's first value
-and the step its body adds: the TPU compiler states nothing.
+The compiler's `known_trip_count` says it, or else the integers that the loop carries are worked out turn by turn, until
+its condition fails: the TPU compiler states nothing.
 """
 
+import operator
 from dataclasses import dataclass
 
 from tinypod.plan.hlo.text import Computation, Instruction, Module, find, words
 
+_MOST_TURNS = 2**16  # that are worked out
 _PASSED_ON = words("copy copy-start copy-done bitcast convert reshape optimization-barrier opt-barrier")
-_MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
+_ARITHMETIC = {"add": operator.add, "subtract": operator.sub}
+_COMPARISONS = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "NE": operator.ne}
 
-Known = dict[int, int]  # a loop's arguments that never change, and their values
-
-
-@dataclass(frozen=True)
-class _Affine:
-    """A loop's argument plus a constant, or the constant alone."""
-
-    argument: int | None
-    offset: int
-
-
-_Value = _Affine | None
-_Comparison = tuple[str, _Value, _Value]
+Known = dict[int, int]  # of a loop's arguments, those whose values are known
 
 
 def trips(module: Module, computation: Computation, loop: Instruction, known: Known) -> tuple[int | None, Known]:
@@ -33,76 +24,84 @@ def trips(module: Module, computation: Computation, loop: Instruction, known: Kn
     """
     body, condition = module.called(loop, "body"), module.called(loop, "condition")
     first = _Scope(module, computation, known).members(loop.operands[0])
-    after = _Scope(module, body, {}).members(body.root)
-    unchanged = {
-        at: value.offset
-        for at, (value, later) in enumerate(zip(first, after, strict=False))
-        if value is not None and value.argument is None and later == _Affine(at, 0)
-    }
+    unchanged = {at: value for at, value in first.items() if _is_passed_on(body, at)}
     if stated := find(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
         return int(stated), unchanged
-    return _count(_Scope(module, condition, unchanged).comparison(condition.root), first, after), unchanged
+    return _count(module, condition, body, first), unchanged
 
 
-def _count(comparison: _Comparison | None, first: list[_Value], after: list[_Value]) -> int | None:
-    direction, left, right = comparison or ("", None, None)
-    if left is not None and left.argument is None:
-        direction, left, right = _MIRRORED.get(direction, ""), right, left
-    if left is None or left.argument is None or right is None or right.argument is not None:
-        return None
-    at = left.argument
-    start, step = (first[at], after[at]) if at < min(len(first), len(after)) else (None, None)
-    if start is None or start.argument is not None or step is None or step.argument != at or step.offset == 0:
-        return None
-    return _turns(direction, start.offset + left.offset, right.offset, step.offset)
+def _is_passed_on(body: Computation, at: int) -> bool:
+    """Whether an argument leaves a turn as it came."""
+    result = _origin(body, body.root)
+    member = _origin(body, result.operands[at]) if result.opcode == "tuple" else result
+    source = body.instructions[member.operands[0]] if member.opcode == "get-tuple-element" else member
+    return source.opcode == "parameter" and _index(member) == at
 
 
-def _turns(direction: str, start: int, bound: int, step: int) -> int | None:
-    if direction in ("LE", "GE"):
-        bound, direction = (bound + 1, "LT") if direction == "LE" else (bound - 1, "GT")
-    distance = bound - start
-    if direction == "NE" and distance % step == 0 and distance // step >= 0:
-        return distance // step
-    if (direction, step > 0) in (("LT", True), ("GT", False)):
-        return max(0, -(-distance // step))
+def _origin(computation: Computation, name: str) -> Instruction:
+    instruction = computation.instructions[name]
+    return _origin(computation, instruction.operands[0]) if instruction.opcode in _PASSED_ON else instruction
+
+
+def _index(member: Instruction) -> int:
+    return int(find(r"index=(\d+)", member.attributes) or -1)
+
+
+def _count(module: Module, condition: Computation, body: Computation, arguments: Known) -> int | None:
+    asked = _read_members(condition, condition.root)
+    for turns in range(_MOST_TURNS):
+        holds = _Scope(module, condition, arguments).value(condition.root)
+        if not holds:
+            return None if holds is None else turns
+        later = _Scope(module, body, arguments).members(body.root)
+        if all(later.get(at) == arguments.get(at) for at in asked):
+            return None  # it would never end
+        arguments = later
     return None
+
+
+def _read_members(computation: Computation, name: str) -> set[int]:
+    """Of the loop's arguments, those that a value depends on."""
+    one = computation.instructions[name]
+    if one.opcode == "get-tuple-element":
+        return {_index(one)}
+    return set().union(*(_read_members(computation, operand) for operand in one.operands))
 
 
 @dataclass(frozen=True)
 class _Scope:
-    """A computation in which integers are worked out.
+    """A computation in which integers are worked out; None stands for what is not known.
 
     Its parameters are `given` if a call or fusion passes them; else it has one, the tuple of a loop's arguments.
     """
 
     module: Module
     computation: Computation
-    known: Known
-    given: list[_Value] | None = None
+    arguments: Known
+    given: list[int | None] | None = None
 
-    def value(self, name: str) -> _Value:
-        instruction = self.computation.instructions[name]
+    def value(self, name: str) -> int | None:
+        instruction = _origin(self.computation, name)
         opcode, operands = instruction.opcode, instruction.operands
         if opcode == "constant":
-            return _Affine(None, int(instruction.arguments)) if instruction.arguments.lstrip("-").isdigit() else None
+            return int(instruction.arguments) if instruction.arguments.lstrip("-").isdigit() else None
         if opcode == "parameter":
             return self.given[int(instruction.arguments)] if self.given else None
         if opcode == "get-tuple-element":
             return self.member(instruction)
-        if opcode in _PASSED_ON:
-            return self.value(operands[0])
-        if opcode in ("add", "subtract"):
-            return _sum(self.value(operands[0]), self.value(operands[1]), 1 if opcode == "add" else -1)
         if opcode in ("fusion", "call") and not instruction.shape.startswith("("):
             called = self.called(instruction)
             return called.value(called.computation.root)
-        return None
+        apply = _COMPARISONS.get(find(r"direction=(\w+)", instruction.attributes)) or _ARITHMETIC.get(opcode)
+        if apply is None:
+            return None
+        left, right = (self.value(operand) for operand in operands)
+        return None if left is None or right is None else int(apply(left, right))
 
-    def member(self, element: Instruction) -> _Value:
-        at = int(find(r"index=(\d+)", element.attributes))
-        source = self.computation.instructions[element.operands[0]]
+    def member(self, element: Instruction) -> int | None:
+        at, source = _index(element), self.computation.instructions[element.operands[0]]
         if source.opcode == "parameter" and self.given is None:
-            return _Affine(None, self.known[at]) if at in self.known else _Affine(at, 0)
+            return self.arguments.get(at)
         if source.opcode == "tuple":
             return self.value(source.operands[at])
         if source.opcode in ("fusion", "call"):
@@ -115,34 +114,15 @@ class _Scope:
         passed = [self.value(operand) for operand in instruction.operands]
         return _Scope(self.module, self.module.called(instruction), {}, passed)
 
-    def members(self, name: str) -> list[_Value]:
-        """What is known of each member of a tuple."""
-        instruction = self.computation.instructions[name]
-        if instruction.opcode in _PASSED_ON:
-            return self.members(instruction.operands[0])
-        return [self.scalar(operand) for operand in instruction.operands] if instruction.opcode == "tuple" else []
-
-    def scalar(self, name: str) -> _Value:
-        # Only counters and bounds matter; the arrays of a big tuple would be followed for nothing.
-        arrays = self.computation.instructions[name].arrays
-        return self.value(name) if len(arrays) == 1 and not arrays[0].dims and arrays[0].dtype[0] in "su" else None
-
-    def comparison(self, name: str) -> _Comparison | None:
-        """The direction and sides of the comparison that a condition ends in."""
-        instruction = self.computation.instructions[name]
-        if instruction.opcode in ("fusion", "call"):
-            called = self.called(instruction)
-            return called.comparison(called.computation.root)
-        if instruction.opcode in _PASSED_ON:
-            return self.comparison(instruction.operands[0])
-        if instruction.opcode != "compare":
-            return None
-        left, right = (self.value(operand) for operand in instruction.operands)
-        return find(r"direction=(\w+)", instruction.attributes), left, right
+    def members(self, name: str) -> Known:
+        """The integers among the members of a tuple, those that are known."""
+        made = _origin(self.computation, name)
+        operands = self.computation.operands(made) if made.opcode == "tuple" else []
+        values = {at: self.value(one.name) for at, one in enumerate(operands) if _is_integer(one)}
+        return {at: value for at, value in values.items() if value is not None}
 
 
-def _sum(left: _Value, right: _Value, sign: int) -> _Value:
-    if left is None or right is None or (right.argument is not None and (sign < 0 or left.argument is not None)):
-        return None
-    argument = left.argument if right.argument is None else right.argument
-    return _Affine(argument, left.offset + sign * right.offset)
+def _is_integer(instruction: Instruction) -> bool:
+    """Only counters and bounds matter; the arrays of a big tuple would be followed for nothing."""
+    arrays = instruction.arrays
+    return len(arrays) == 1 and not arrays[0].dims and arrays[0].dtype[0] in "su"
