@@ -39,7 +39,6 @@ def _write(run_dir: Path, *rows: tuple[int, dict[str, float]]) -> None:
     log = MetricsLog(run_dir)
     for step, values in rows:
         log.append(make_row(step, values))
-    log.close()
 
 
 def test_curves_show_what_was_logged(tmp_path: Path, drawn: list[Figure]) -> None:

@@ -23,7 +23,6 @@ def test_rows_come_back_as_written_and_the_file_is_strict_json(tmp_path: Path) -
     log = MetricsLog(tmp_path / "new" / "run")  # the folder is made
     log.append(make_row(3, {"train/loss": 0.1, "train/grad": math.nan, "a": math.inf, "b": -math.inf}))
     log.append(make_row(3, {"eval/exact_accuracy": 1}))
-    log.close()
     first, second = MetricsLog(tmp_path / "new" / "run").read()
     assert (first["step"], first["train/loss"], first["a"], first["b"]) == (3, 0.1, math.inf, -math.inf)
     assert math.isnan(first["train/grad"])
@@ -45,13 +44,11 @@ def test_a_line_cut_anywhere_is_no_row_and_the_next_write_replaces_it(tmp_path: 
     whole = log.path.read_bytes()
     log.append(make_row(2, {"train/loss": 0.25}))
     last = log.path.read_bytes()[len(whole) :]
-    log.close()
     for cut in range(len(last)):
         log.path.write_bytes(whole + last[:cut])
         assert rows_of(tmp_path) == [(1, {"train/loss": "0.5"})]
         again = MetricsLog(tmp_path)
         again.append(make_row(7, {"train/loss": 0.125}))
-        again.close()
         assert rows_of(tmp_path) == [(1, {"train/loss": "0.5"}), (7, {"train/loss": "0.125"})]
 
 
@@ -81,7 +78,6 @@ def test_rewind_drops_later_rows_and_the_cut_tail(tmp_path: Path) -> None:
     log.rewind(2)
     assert log.path.read_bytes() == b"".join(lines[:3])
     log.append(make_row(3, {"train/loss": 3.5}))  # the log that was open goes on in the new file
-    log.close()
     assert [step for step, _ in rows_of(tmp_path)] == [1, 2, 2, 3]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 

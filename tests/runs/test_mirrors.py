@@ -183,7 +183,6 @@ def _train(run_dir: Path, resume: int, last: int, *, kill: bool = False, scale: 
         metrics.write(step, {"train/loss": scale / step})
         if step % 2 == 0:
             metrics.write(step, {"eval/exact_accuracy": scale * step})
-    metrics.log.close()
     if not kill:
         metrics.close()
 

@@ -92,7 +92,7 @@ class Checkpoints:
         flat = flatten(state)
         flat[CHECKSUMS] = self._checksums(flat)
         step = int(state.step)
-        with self._saving():
+        with storage.translated(self._not_saved):
             manager = self._opened()
             manager.wait_until_finished()
             self._complete, self._last_tried = self.steps(), step
@@ -101,14 +101,14 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Until what was started is on disk."""
-        with self._saving():
+        with storage.translated(self._not_saved):
             if self._manager is not None:
                 self._manager.wait_until_finished()
                 self._complete = self.steps()
                 self._tidy()
 
     def close(self) -> None:
-        with self._saving():
+        with storage.translated(self._not_saved):
             if self._manager is not None:
                 self._manager.close()
                 self._tidy()
@@ -169,7 +169,7 @@ class Checkpoints:
     @contextmanager
     def _reading(self, step: int) -> Iterator[Any]:
         """The manager to read with, and what its errors mean."""
-        try:
+        with storage.translated(lambda error: failures.not_read(self.folder, step, error, self.steps())):
             manager = self._opened()
             # In an object store, for several processes, another one: in those that do not commit, the one that has
             # saved goes on to take the last checkpoint for unfinished (Orbax 0.12).
@@ -179,27 +179,26 @@ class Checkpoints:
                     yield reader
             else:
                 yield manager
-        except UserError:
-            raise
-        except Exception as error:  # Orbax and TensorStore raise bare Exceptions too
-            raise failures.not_read(self.folder, step, error, self.steps()) from error
 
     def _check_exists(self, step: int) -> None:
         if step not in self.steps():
             listed = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointError(f"{self.folder}: no checkpoint of step {step}; there are: {listed}")
 
-    @contextmanager
-    def _saving(self) -> Iterator[None]:
-        try:
-            yield
-        except UserError:
-            raise
-        except Exception as error:  # Orbax and TensorStore raise bare Exceptions too
-            if self._last_tried is not None:
-                self._failed.add(self._last_tried)
-            self._reopen()
-            raise failures.not_saved(self.folder, error, self.latest()) from error
+    def _not_saved(self, error: Exception) -> Exception:
+        """After a failure the manager remembers steps that it did not save; what counts is what is there: reopen.
+
+        Not with several processes: opening is for all of them, a failure may be one's own, and their run ends with it.
+        """
+        if self._last_tried is not None:
+            self._failed.add(self._last_tried)
+        if primary.cluster().count == 1:
+            manager, self._manager = self._manager, None
+            with suppress(Exception):
+                manager.close()
+            with suppress(UserError, OSError):
+                self._manager = self._open()
+        return failures.not_saved(self.folder, error, self.latest())
 
     def _make_way(self, step: int) -> None:
         self._tidy()
@@ -218,14 +217,10 @@ class Checkpoints:
                 self._failed.clear()
 
     def _open(self) -> Any:
-        try:
+        with storage.translated(lambda error: failures.not_opened(self.folder, error)):
             if not self._read_only:
                 self._in_primary("opening", self._make_folder)
             return self._new_manager(self._read_only)
-        except UserError:
-            raise
-        except Exception as error:  # Orbax and TensorStore raise bare Exceptions too
-            raise failures.not_opened(self.folder, error) from error
 
     def _make_folder(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -234,20 +229,6 @@ class Checkpoints:
     def _new_manager(self, read_only: bool) -> Any:
         retention = None if read_only else self._retention
         return orbax_manager.open_manager(self.folder, retention, primary.cluster().count, self._timeout_s)
-
-    def _reopen(self) -> None:
-        """After a failure the manager remembers steps that it did not save; what counts is what is there.
-
-        Not with several processes: opening is for all of them, a failure may be one's own, and their run ends with it.
-        """
-        if primary.cluster().count > 1:
-            return
-        if self._manager is not None:
-            with suppress(Exception):
-                self._manager.close()
-        self._manager = None
-        with suppress(UserError, OSError):
-            self._manager = self._open()
 
     def _opened(self) -> Any:
         if self._manager is None:

@@ -7,7 +7,6 @@ from tinypod import config as configs
 from tinypod import sharding
 from tinypod.errors import CheckpointError, ConfigError, UserError
 from tinypod.experiment import Experiment, ExperimentConfig, build
-from tinypod.runs import storage
 from tinypod.runs.checkpoints import Checkpoints
 from tinypod.runs.failures import VanishedError
 from tinypod.runs.folder import CONFIG, Run, read_config
@@ -33,9 +32,6 @@ def load_weights(run: Run, overrides: list[str], checkpoint: str, weights: str |
     config = read_config(run)
     if overrides:
         config = configs.load(run.folder / CONFIG, overrides, ExperimentConfig)
-    with storage.explained(run.checkpoints):
-        if not storage.folder(run.checkpoints).is_dir():
-            raise CheckpointError(f"{run}: no checkpoint yet; train it first")
     experiment = build(_on_these_devices(config))
     weights = weights or config.eval.weights
     scores = read_scores(run.folder, experiment) if weights == config.eval.weights else {}

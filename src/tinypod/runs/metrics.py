@@ -14,6 +14,7 @@ import io
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -39,19 +40,18 @@ class MetricsLog:
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / "metrics.jsonl"
-        self._file: io.FileIO | None = None
 
     def append(self, row: Row) -> None:
         """One system call: a kill leaves at most one cut last line."""
         strict = {name: value if math.isfinite(value) else str(value) for name, value in row.items()}
         data = json.dumps(strict, allow_nan=False).encode() + b"\n"
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = io.FileIO(self.path, "a")
-            self._file.truncate(sum(len(line) + 1 for line in self._lines()))  # a cut last line goes
-        if self._file.write(data) != len(data):
-            self.close()  # the next write removes the part that fitted
-            raise OSError(f"{self.path}: no space left for a row of metrics")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with io.FileIO(self.path, "a+") as file:
+            size = file.seek(0, io.SEEK_END)
+            if size and os.pread(file.fileno(), 1, size - 1) != b"\n":  # a cut last line goes
+                file.truncate(sum(len(line) + 1 for line in self._lines()))
+            if file.write(data) != len(data):
+                raise OSError(f"{self.path}: no space left for a row of metrics")
 
     def read(self) -> list[Row]:
         """Every row in the order written, without a cut last line; no file reads as no rows."""
@@ -59,18 +59,12 @@ class MetricsLog:
 
     def rewind(self, step: int) -> None:
         """Drops the rows after `step` and a cut last line, in one atomic replacement of the file."""
-        self.close()
         if not self.path.exists():
             return
         kept = [line for line, row in zip(self._lines(), self.read(), strict=True) if row["step"] <= step]
         data = b"".join(line + b"\n" for line in kept)
         if len(data) != self.path.stat().st_size:
             replace_file(self.path, data, durable=True)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = None
 
     def _lines(self) -> list[bytes]:
         return self.path.read_bytes().split(b"\n")[:-1] if self.path.exists() else []
@@ -134,7 +128,6 @@ class Metrics:
         except StorageError as error:
             lost = len(self._waiting)
             logger.warning("%s. %d rows of metrics are lost; the next start writes them again", error, lost)
-        self.log.close()
         while self.mirrors:
             name, mirror = self.mirrors.popitem()
             try:

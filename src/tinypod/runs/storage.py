@@ -16,8 +16,8 @@ import os
 import random
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +66,21 @@ def folder(target: str | os.PathLike[str]) -> epath.Path:
 
 
 @contextmanager
-def explained(target: str | os.PathLike[str]) -> Iterator[None]:
-    """Errors of a disk or a store come out as an error of ours that names the path."""
+def translated(translate: Callable[[Exception], Exception]) -> Iterator[None]:
+    """Errors that are not ours (libraries raise bare Exceptions, too) come out as what `translate` makes of them."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        raise explain(target, error) from error
+        if (ours := translate(error)) is error:
+            raise
+        raise ours from error
+
+
+def explained(target: str | os.PathLike[str]) -> AbstractContextManager[None]:
+    """Errors of a disk or a store come out as an error of ours that names the path."""
+    return translated(lambda error: explain(target, error))
 
 
 def explain(target: str | os.PathLike[str], error: BaseException) -> UserError:
