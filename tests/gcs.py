@@ -44,7 +44,6 @@ class Store:
         self.lock = threading.Lock()  # the emulator's own server takes one request at a time
         self.refused = 0  # how many requests got a 503
         self.requests: list[tuple[str, str]] = []  # method and decoded path of each that was answered
-        self._healthy_requests, self._fail_requests, self._fail_until = 0.0, 0, 0.0
         self.recover()
         for name in names:
             self.make_bucket(name)
@@ -66,24 +65,29 @@ class Store:
     def fail_for(self, seconds: float) -> None:
         self._fail_until = time.monotonic() + seconds
 
-    def fail_after(self, requests: int) -> None:
-        """So many more are answered, then none until `recover`: something stops in its middle."""
-        self._healthy_requests = requests
+    def fail_after_writing(self, name: str) -> None:
+        """Once there is an object with this end of its name nothing is answered until `recover`."""
+        self._last_written = name
 
     def forbid(self, part: str) -> None:
         """Every request whose URL holds this is answered with 403, until `recover`."""
         self.forbidden = part
 
     def recover(self) -> None:
-        self._healthy_requests, self._fail_requests, self._fail_until, self.forbidden = math.inf, 0, 0.0, ""
+        self._last_written, self._fail_requests, self._fail_until, self.forbidden = "", 0, 0.0, ""
 
     def failing(self) -> bool:
         """Whether the request at hand is refused; called once for each."""
-        self._healthy_requests -= 1
-        failing = self._healthy_requests < 0 or time.monotonic() < self._fail_until or self._fail_requests > 0
+        failing = time.monotonic() < self._fail_until or self._fail_requests > 0
         self._fail_requests = max(self._fail_requests - 1, 0)
         self.refused += failing
         return failing
+
+    def answered(self) -> None:
+        """Called after each request, in its turn."""
+        written = (name for objects in self.storage.objects.values() for name in objects)
+        if self._last_written and any(name.endswith(self._last_written) for name in written):
+            self.fail_for(math.inf)
 
     def files(self, url: str) -> dict[str, bytes]:
         """What lies under a `gs://` URL, by name relative to it."""
@@ -221,6 +225,7 @@ class _Handler(emulator.RequestHandler):
             if self.command == "GET" and query.keys() & {"startOffset", "endOffset"}:
                 return self._list(url.path, query)
             by_emulator()
+            self.store.answered()
 
     def end_headers(self) -> None:
         found = self._object(urlparse(self.path).path, {}) if self.command == "GET" else None

@@ -178,7 +178,7 @@ def test_the_host_is_never_far_ahead_of_the_device(data: Path, tmp_path: Path, m
 
 def recompiling(monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
     function = jax.jit(lambda x: x + 1)
-    original = train.training_row
+    original = train.training_record
 
     steps = []
 
@@ -189,7 +189,7 @@ def recompiling(monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
 
     function(np.zeros(3, np.float32))
 
-    monkeypatch.setattr(train, "training_row", row)
+    monkeypatch.setattr(train, "training_record", row)
 
 
 def test_a_compile_after_warm_up_stops_the_run_and_says_what_changed(

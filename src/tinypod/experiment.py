@@ -84,7 +84,7 @@ class HealthConfig(Config):
     def _beats_often_enough(self) -> "HealthConfig":
         timeouts = [key for key in type(self).model_fields if key.endswith("_timeout_s")]
         key = min(timeouts, key=lambda key: float(getattr(self, key)))
-        if 4 * self.heartbeat_s > getattr(self, key):  # else a silent process could not be told from a live one
+        if 4 * self.heartbeat_s > getattr(self, key):  # else a silent process would look like a live one
             raise ValueError(
                 f"heartbeat_s={self.heartbeat_s} must be at most a quarter of the shortest timeout, "
                 f"{key}={getattr(self, key)}"
@@ -174,6 +174,10 @@ class Experiment:
         settings, number = jax.tree.map(abstract, (self.settings, np.int32(0)))
         return self.abstract_state, settings, number, self.task.abstract_feed(self.mesh)
 
+    def compile_step(self, fed: Any) -> Any:
+        """For what the feed gives, or its shapes."""
+        return self.train_step.lower(*self.abstract_inputs[:3], fed).compile()
+
     @cached_property
     def best(self) -> Metric | None:
         """The metric by which the best checkpoint is kept."""
@@ -248,11 +252,11 @@ def describe_task(config: ExperimentConfig) -> Task:
 
 
 def _state_shardings(shapes: Any, specs: Any, mesh: Mesh) -> Any:
-    rows = sharding.over_batch(mesh)
+    over_batch = sharding.over_batch(mesh)
     return shapes._replace(
         step=sharding.replicated(mesh),
         params=sharding.named(mesh, specs),
         opt_state=sharding.named(mesh, sharding.specs_like(specs, shapes.opt_state)),
         ema=sharding.named(mesh, sharding.specs_like(specs, shapes.ema)),
-        carry=jax.tree.map(lambda _: rows, shapes.carry),
+        carry=jax.tree.map(lambda _: over_batch, shapes.carry),
     )

@@ -140,7 +140,7 @@ def _check_fits(path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Me
     if len(spec) > len(shape):
         raise ConfigError(f"the sharding rule {spec} has more dimensions than {path}, which is {list(shape)}")
     for dim, entry in enumerate(spec):
-        axes = _axes(entry)
+        axes = axes_of(entry)
         split = math.prod(mesh.shape[axis] for axis in axes)
         if shape[dim] % split:
             sizes = " × ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axes)
@@ -150,7 +150,7 @@ def _check_fits(path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Me
             )
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
+def axes_of(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
@@ -226,4 +226,4 @@ def make_gather(mesh: Mesh, specs: Tree) -> Gather | None:
 
 
 def _without_fsdp(entry: Any) -> Any:
-    return tuple(axis for axis in _axes(entry) if axis != "fsdp") or None
+    return tuple(axis for axis in axes_of(entry) if axis != "fsdp") or None

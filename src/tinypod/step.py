@@ -85,8 +85,8 @@ def bind_loss(
     carry = task.begin(params, carry, batch)
     ids = task.lookup(carry)
 
-    def loss(trained: Tree, rows: Tree) -> Any:
-        return task.loss(merge(params, trained), rows, carry, batch, varied)
+    def loss(trained: Tree, table_rows: Tree) -> Any:
+        return task.loss(merge(params, trained), table_rows, carry, batch, varied)
 
     return loss, (select_trained(task, params), {name: params[name][ids[name]] for name in ids}), ids
 
@@ -172,16 +172,16 @@ def _over_data_axis(differentiate: Callable[..., Any], mesh: Mesh) -> Callable[.
         return differentiate
 
     def one_slice(params: dict[str, Tree], carry: Tree, batch: Tree, varied: Tree) -> tuple[Tree, ...]:
-        grads, sums, *rows = differentiate(params, carry, batch, varied)
-        return *jax.lax.psum((grads, sums), "data"), *rows
+        grads, sums, *of_rows = differentiate(params, carry, batch, varied)
+        return *jax.lax.psum((grads, sums), "data"), *of_rows
 
-    whole, rows = PartitionSpec(), PartitionSpec("data")
+    whole, split = PartitionSpec(), PartitionSpec("data")
     return jax.shard_map(
         one_slice,
         mesh=mesh,
         axis_names={"data"},  # the other axes are left to the partitioner
-        in_specs=(whole, rows, rows, whole),
-        out_specs=(whole, whole, rows, rows),
+        in_specs=(whole, split, split, whole),
+        out_specs=(whole, whole, split, split),
         check_vma=False,
     )
 

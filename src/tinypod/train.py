@@ -31,11 +31,11 @@ from tinypod.health.recompiles import CompileGuard
 from tinypod.health.replicas import make_replica_check
 from tinypod.health.watch import Health
 from tinypod.runs import compile_cache
+from tinypod.runs.config_history import check_config, write_config
 from tinypod.runs.curves import plot_curves
 from tinypod.runs.folder import HEALTH, Run, lock, with_absolute_paths
 from tinypod.runs.metrics import MetricsLog, Stopwatch
 from tinypod.runs.profiling import Profiler
-from tinypod.runs.record import check_config, write_config
 from tinypod.runs.run_log import RunLog, read_scores
 from tinypod.runs.saver import Restored, Saver
 from tinypod.runs.terminal import TrainingProgress, say, warn
@@ -232,7 +232,7 @@ def _check_config(attempt: Attempt, step: int, finished: bool) -> list[str]:
             changed = check_config(run, config, step, finished)
         except ConfigError as refused:
             error = str(refused)
-    if error := cluster.agree("config", error, config.health.restore_timeout_s):
+    if error := cluster.broadcast("config", error, config.health.restore_timeout_s):
         raise ConfigError(error)
     return changed
 
@@ -254,9 +254,9 @@ def _is_finished(attempt: Attempt, step: int) -> bool:
     steps, timeout_s = attempt.experiment.config.steps, attempt.experiment.config.health.restore_timeout_s
     if step != steps:
         return step > steps
-    rows = MetricsLog(attempt.run.folder).read() if attempt.cluster.is_primary else []
-    scored = any(row["step"] == step and "eval/count" in row for row in rows)
-    return attempt.cluster.agree("evaluated", str(scored), timeout_s) == "True"
+    records = MetricsLog(attempt.run.folder).read() if attempt.cluster.is_primary else []
+    scored = any(record["step"] == step and "eval/count" in record for record in records)
+    return bool(attempt.cluster.broadcast("evaluated", scored, timeout_s))
 
 
 def _compile(attempt: Attempt, state: TrainState, feed: Any, evaluator: Evaluator, saver: Saver) -> tuple[Any, Any]:
@@ -265,7 +265,7 @@ def _compile(attempt: Attempt, state: TrainState, feed: Any, evaluator: Evaluato
     experiment, _, console, cluster, health, *_ = attempt
     began = time.perf_counter()
     with console.status("compiling the step"):
-        train_step = experiment.train_step.lower(*experiment.abstract_inputs[:3], feed).compile()
+        train_step = experiment.compile_step(feed)
     say(console, f"compiled the step in {time.perf_counter() - began:.1f} s")
     with console.status("compiling the evaluation"):
         evaluator.compile(evaluation_params(state.params, state.ema, experiment.config.eval.weights))
@@ -308,27 +308,27 @@ def _log(
     pending.clear()
     seconds = watch.lap()
     attempt.health.timed(len(fetched), seconds)
-    row = training_row(attempt.experiment, fetched, seconds)
-    log.write(step, row)
-    progress.trained(step, row)
+    record = training_record(attempt.experiment, fetched, seconds)
+    log.write(step, record)
+    progress.trained(step, record)
     return rollbacks.note(step - len(fetched), [bool(part["skipped"]) for part in fetched])
 
 
-def training_row(experiment: Experiment, parts: list[Mapping[str, np.ndarray]], seconds: float) -> dict[str, float]:
-    """Metrics of the steps since the last row, from their sums; those that were skipped count for nothing."""
+def training_record(experiment: Experiment, parts: list[Mapping[str, np.ndarray]], seconds: float) -> dict[str, float]:
+    """Metrics of the steps since the last record, from their sums; those that were skipped count for nothing."""
     sums = {name: sum(float(part[name]) for part in parts) for name in parts[0]}
-    row = {"train/loss": float("nan")}
+    record = {"train/loss": float("nan")}
     if sums["updates"]:
-        row = {f"train/{name}": value for name, value in experiment.task.summarise(sums).items()}
-        row["train/grad_norm"] = sums["grad_norm"] / sums["updates"]
+        record = {f"train/{name}": value for name, value in experiment.task.summarise(sums).items()}
+        record["train/grad_norm"] = sums["grad_norm"] / sums["updates"]
     if sums["skipped"]:
-        row["train/skipped"] = sums["skipped"]
-    row["train/learning_rate"] = float(parts[-1]["learning_rate"])
+        record["train/skipped"] = sums["skipped"]
+    record["train/learning_rate"] = float(parts[-1]["learning_rate"])
     examples_per_s = len(parts) * experiment.config.batch_size / seconds
-    row["perf/examples_per_s"] = examples_per_s
-    row["perf/step_ms"] = 1000 * seconds / len(parts)
-    row["perf/model_tflops"] = examples_per_s * experiment.task.flops(True) / 1e12
-    return row
+    record["perf/examples_per_s"] = examples_per_s
+    record["perf/step_ms"] = 1000 * seconds / len(parts)
+    record["perf/model_tflops"] = examples_per_s * experiment.task.flops(True) / 1e12
+    return record
 
 
 def _evaluate(

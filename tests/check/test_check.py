@@ -23,11 +23,11 @@ from fixtures import CONFIGS, TINY, tiny_config, write_4x4
 from tinypod import cli
 from tinypod.check import checks
 from tinypod.check import runner as check
-from tinypod.check.probe import Failed, Found, Probe, Skipped, compile_step
+from tinypod.check.probe import Failed, Found, Probe, Skipped
 from tinypod.check.runner import CHECKS
 from tinypod.cluster.agreement import Cluster
 from tinypod.errors import UserError
-from tinypod.experiment import build
+from tinypod.experiment import Experiment, build
 from tinypod.runs.checkpoints import Checkpoints
 
 CONFIG = CONFIGS / "trm" / "sudoku_mlp.yaml"
@@ -194,7 +194,7 @@ def test_a_batch_too_large_for_one_device_is_no_failure(probe: Probe, monkeypatc
     def full(*_: Any) -> Any:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    monkeypatch.setattr(checks, "compile_step", full)
+    monkeypatch.setattr(Experiment, "compile_step", full)
     result = row("1 device = all", probe)
     assert (result.status, "does not fit one device" in result.found) == ("skipped", True)
     result = row("step", probe)
@@ -247,7 +247,7 @@ def on_one_device(data: Path, *overrides: str) -> Probe:
     checks.check_data(probe)
     probe.experiment = build(probe.experiment.config, jax.devices()[:1])
     probe.feed = probe.experiment.task.open_feed(probe.experiment.mesh)
-    probe.compiled, _ = compile_step(probe.experiment, probe.feed)
+    probe.compiled = probe.experiment.compile_step(probe.feed(0))
     return probe
 
 

@@ -111,7 +111,7 @@ def test_slurm_is_detected_and_a_lone_process_is_not_a_cluster(monkeypatch: pyte
 def test_alone_everything_is_agreed() -> None:
     alone = Cluster()
     assert alone.is_primary
-    assert alone.agree("name", "value", 0) == "value"
+    assert alone.broadcast("name", "value", 0) == "value"
     alone.barrier("name", 0)
     alone.shutdown(0)
 

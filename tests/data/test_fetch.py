@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 import gcs
 from fixtures import write_4x4
@@ -100,12 +101,12 @@ def test_a_fetch_waits_for_the_one_before_it(store, dataset: str, monkeypatch) -
     kept.mkdir(parents=True)
     waits, before = threading.Event(), len(store.requests)
 
-    def lock(file) -> bool:
-        waits.set()
-        return real(file)
+    class Lock(FileLock):
+        def _acquire(self) -> None:
+            waits.set()
+            super()._acquire()
 
-    real = fetch._lock
-    monkeypatch.setattr(fetch, "_lock", lock)
+    monkeypatch.setattr(fetch, "FileLock", Lock)
     second = threading.Thread(target=fetch.fetch_dataset, args=(dataset,))
     with open(kept / ".lock", "a") as first:
         fcntl.flock(first, fcntl.LOCK_EX)
@@ -122,7 +123,7 @@ def test_a_fetch_does_not_wait_for_ever(store, dataset: str, monkeypatch) -> Non
     kept.mkdir(parents=True)
     with open(kept / ".lock", "a") as first:
         fcntl.flock(first, fcntl.LOCK_EX)
-        with pytest.raises(StorageError, match="another process of this host has held it"):
+        with pytest.raises(StorageError, match="another process of this host has fetched it"):
             fetch.fetch_dataset(dataset)
 
 

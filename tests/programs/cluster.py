@@ -29,7 +29,7 @@ def total(cluster: Cluster) -> None:
     """Start-up, a computation, agreement."""
     print(f"{cluster.index} of {cluster.count}: sum {make_sum(cluster)():g} on {jax.device_count()} devices")
     for turn in range(50):
-        print("agreed", cluster.agree("choice", f"{turn}/{cluster.index} with = and ✓", 300))
+        print("agreed", cluster.broadcast("choice", f"{turn}/{cluster.index} with = and ✓", 300))
     for _ in range(50):
         cluster.barrier("turn", 300)
 

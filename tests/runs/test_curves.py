@@ -9,7 +9,7 @@ from matplotlib.image import imread
 
 from tinypod.runs import curves as report
 from tinypod.runs.curves import plot_curves
-from tinypod.runs.metrics import MetricsLog, make_row
+from tinypod.runs.metrics import MetricsLog, make_record
 from tinypod.tasks.puzzle_scores import HEADLINE
 from tinypod.tasks.task import Metric
 
@@ -35,10 +35,10 @@ def _curves(axes: Axes) -> dict[str, np.ndarray]:
     }
 
 
-def _write(run_dir: Path, *rows: tuple[int, dict[str, float]]) -> None:
+def _write(run_dir: Path, *records: tuple[int, dict[str, float]]) -> None:
     log = MetricsLog(run_dir)
-    for step, values in rows:
-        log.append(make_row(step, values))
+    for step, values in records:
+        log.append(make_record(step, values))
 
 
 def test_curves_show_what_was_logged(tmp_path: Path, drawn: list[Figure]) -> None:

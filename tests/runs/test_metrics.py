@@ -8,21 +8,21 @@ import pytest
 
 from tinypod.errors import UserError
 from tinypod.experiment import LogConfig
-from tinypod.runs.metrics import Metrics, MetricsLog, Stopwatch, make_row, open_metrics
+from tinypod.runs.metrics import Metrics, MetricsLog, Stopwatch, make_record, open_metrics
 
 
-def rows_of(run_dir: Path) -> list[tuple[int, dict[str, str]]]:
+def records_of(run_dir: Path) -> list[tuple[int, dict[str, str]]]:
     """The log as (step, metrics), values as text so that nan equals nan."""
     return [
-        (int(row["step"]), {name: repr(row[name]) for name in row.keys() - {"step", "time"}})
-        for row in MetricsLog(run_dir).read()
+        (int(record["step"]), {name: repr(record[name]) for name in record.keys() - {"step", "time"}})
+        for record in MetricsLog(run_dir).read()
     ]
 
 
 def test_rows_come_back_as_written_and_the_file_is_strict_json(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "new" / "run")  # the folder is made
-    log.append(make_row(3, {"train/loss": 0.1, "train/grad": math.nan, "a": math.inf, "b": -math.inf}))
-    log.append(make_row(3, {"eval/exact_accuracy": 1}))
+    log.append(make_record(3, {"train/loss": 0.1, "train/grad": math.nan, "a": math.inf, "b": -math.inf}))
+    log.append(make_record(3, {"eval/exact_accuracy": 1}))
     first, second = MetricsLog(tmp_path / "new" / "run").read()
     assert (first["step"], first["train/loss"], first["a"], first["b"]) == (3, 0.1, math.inf, -math.inf)
     assert math.isnan(first["train/grad"])
@@ -40,16 +40,16 @@ def test_a_missing_log_has_norows_of(tmp_path: Path) -> None:
 
 def test_a_line_cut_anywhere_is_no_row_and_the_next_write_replaces_it(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path)
-    log.append(make_row(1, {"train/loss": 0.5}))
+    log.append(make_record(1, {"train/loss": 0.5}))
     whole = log.path.read_bytes()
-    log.append(make_row(2, {"train/loss": 0.25}))
+    log.append(make_record(2, {"train/loss": 0.25}))
     last = log.path.read_bytes()[len(whole) :]
     for cut in range(len(last)):
         log.path.write_bytes(whole + last[:cut])
-        assert rows_of(tmp_path) == [(1, {"train/loss": "0.5"})]
+        assert records_of(tmp_path) == [(1, {"train/loss": "0.5"})]
         again = MetricsLog(tmp_path)
-        again.append(make_row(7, {"train/loss": 0.125}))
-        assert rows_of(tmp_path) == [(1, {"train/loss": "0.5"}), (7, {"train/loss": "0.125"})]
+        again.append(make_record(7, {"train/loss": 0.125}))
+        assert records_of(tmp_path) == [(1, {"train/loss": "0.5"}), (7, {"train/loss": "0.125"})]
 
 
 @pytest.mark.parametrize(
@@ -71,21 +71,21 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path, line: str) -> Non
 def test_rewind_drops_later_rows_and_the_cut_tail(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path)
     for step in (1, 2, 2, 3, 4):
-        log.append(make_row(step, {"train/loss": step}))
+        log.append(make_record(step, {"train/loss": step}))
     lines = log.path.read_bytes().splitlines(keepends=True)
     with log.path.open("ab") as file:
         file.write(b'{"step": 2, "ti')
     log.rewind(2)
     assert log.path.read_bytes() == b"".join(lines[:3])
-    log.append(make_row(3, {"train/loss": 3.5}))  # the log that was open goes on in the new file
-    assert [step for step, _ in rows_of(tmp_path)] == [1, 2, 2, 3]
+    log.append(make_record(3, {"train/loss": 3.5}))  # the log that was open goes on in the new file
+    assert [step for step, _ in records_of(tmp_path)] == [1, 2, 2, 3]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_kill_inside_rewind_leaves_the_old_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = MetricsLog(tmp_path)
     for step in (1, 2, 3):
-        log.append(make_row(step, {"train/loss": step}))
+        log.append(make_record(step, {"train/loss": step}))
     before = log.path.read_bytes()
 
     def killed(*_: object) -> None:
@@ -102,7 +102,7 @@ def test_a_new_start_keeps_no_row_even_of_step_0(tmp_path: Path) -> None:
         with closing(open_metrics(tmp_path, LogConfig(tensorboard=False), {}, 0)) as metrics:
             metrics.write(0, {"eval/exact_accuracy": 0.0})
             metrics.write(1, {"train/loss": 1.0})
-    assert [step for step, _ in rows_of(tmp_path)] == [0, 1]
+    assert [step for step, _ in records_of(tmp_path)] == [0, 1]
 
 
 def test_a_mirror_that_fails_is_reported_once_and_training_goes_on(
@@ -111,8 +111,8 @@ def test_a_mirror_that_fails_is_reported_once_and_training_goes_on(
     class Broken:
         closed = 0
 
-        def write(self, row: dict[str, float]) -> None:
-            if row["step"] == 2:
+        def write(self, record: dict[str, float]) -> None:
+            if record["step"] == 2:
                 raise OSError("disk full")
 
         def close(self, *, failed: bool = False) -> None:
@@ -123,7 +123,7 @@ def test_a_mirror_that_fails_is_reported_once_and_training_goes_on(
     with closing(Metrics(MetricsLog(tmp_path), {"Broken": broken})) as metrics:  # type: ignore[dict-item]
         for step in range(1, 5):
             metrics.write(step, {"train/loss": 1.0})
-    assert [step for step, _ in rows_of(tmp_path)] == [1, 2, 3, 4]
+    assert [step for step, _ in records_of(tmp_path)] == [1, 2, 3, 4]
     assert broken.closed == 1
     assert [record.getMessage().split(".")[0] for record in caplog.records] == ["Broken stopped: disk full"]
 

@@ -10,20 +10,20 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from test_metrics import rows_of
+from test_metrics import records_of
 
 from tinypod.errors import UserError
 from tinypod.experiment import LogConfig, WandbConfig
 from tinypod.runs.metrics import MetricsLog, open_metrics
 from tinypod.runs.mirrors import WandbMirror
 
-# Writes rows for steps (resume, last], two for an even step; may then kill itself (1), or itself and its W&B
-# service (2), with a row in the log that no mirror was given and a last line cut short.
+# Writes records for steps (resume, last], two for an even step; may then kill itself (1), or itself and its W&B
+# service (2), with a record in the log that no mirror was given and a last line cut short.
 _WRITER = """
 import os, signal, sys
 from pathlib import Path
 from tinypod.experiment import LogConfig, WandbConfig
-from tinypod.runs.metrics import make_row, open_metrics
+from tinypod.runs.metrics import make_record, open_metrics
 run_dir, mirror, resume, last, kill = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
 wandb = WandbConfig(project="tests", mode="offline") if mirror == "wandb" else None
 metrics = open_metrics(run_dir, LogConfig(tensorboard=mirror == "tensorboard", wandb=wandb), {"lr": 0.1}, resume)
@@ -32,7 +32,7 @@ for step in range(resume + 1, last + 1):
     if step % 2 == 0:
         metrics.write(step, {"eval/exact_accuracy": step / 100})
 if kill:
-    metrics.log.append(make_row(last + 1, {"train/loss": 99.0}))
+    metrics.log.append(make_record(last + 1, {"train/loss": 99.0}))
     with open(run_dir / "metrics.jsonl", "ab") as file:
         file.write(b'{"step": 1')
     os.kill(os.getpid(), signal.SIGKILL) if kill == 1 else os.killpg(0, signal.SIGKILL)
@@ -68,16 +68,16 @@ def test_tensorboard_equals_the_log_after_a_kill_and_a_rewind(tmp_path: Path) ->
         )
 
     def expected() -> list[tuple[str, int, str]]:
-        rows = rows_of(tmp_path)
-        return sorted((tag, step, f"{float(value):.6g}") for step, row in rows for tag, value in row.items())
+        records = records_of(tmp_path)
+        return sorted((tag, step, f"{float(value):.6g}") for step, record in records for tag, value in record.items())
 
     foreign = tmp_path / "tensorboard" / "events.out.tfevents.1.profile"
     foreign.parent.mkdir()
     foreign.touch()
     _write_in_process(tmp_path, "tensorboard", 0, 6, kill=1)
-    assert len(events()) == len(expected()) - 1  # up to the kill, which came before the last row was mirrored
+    assert len(events()) == len(expected()) - 1  # up to the kill, which came before the last record was mirrored
     _write_in_process(tmp_path, "tensorboard", 4, 9, kill=0)
-    assert [step for step, _ in rows_of(tmp_path)] == [1, 2, 2, 3, 4, 4, 5, 6, 6, 7, 8, 8, 9]
+    assert [step for step, _ in records_of(tmp_path)] == [1, 2, 2, 3, 4, 4, 5, 6, 6, 7, 8, 8, 9]
     assert events() == expected()
     assert foreign.exists()
 
@@ -107,30 +107,30 @@ def _wandb_records(path: Path) -> list[object]:
 
 def test_offline_wandb_equals_the_log_after_a_kill_and_a_rewind(tmp_path: Path) -> None:
     def history() -> tuple[set[str], list[tuple[int, dict[str, str]]], list[int], list[float]]:
-        ids, rows, numbers, times = set(), [], [], []
+        ids, records, numbers, times = set(), [], [], []
         for path in sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb")):
             for record in _wandb_records(path):
                 if record.WhichOneof("record_type") == "run":
                     ids.add(record.run.run_id)
                 if record.WhichOneof("record_type") == "history":
                     items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
-                    row = {name: repr(float(json.loads(value))) for name, value in items.items() if name[0] != "_"}
-                    rows.append((int(float(row.pop("step"))), row))
+                    record = {name: repr(float(json.loads(value))) for name, value in items.items() if name[0] != "_"}
+                    records.append((int(float(record.pop("step"))), record))
                     numbers.append(record.history.step.num)
                     times.append(json.loads(items["_timestamp"]))
-        return ids, rows, numbers, times
+        return ids, records, numbers, times
 
     _write_in_process(tmp_path, "wandb", 0, 3, kill=0)
     run_id = json.loads((tmp_path / "wandb.json").read_text())["id"]
     _write_in_process(tmp_path, "wandb", 2, 6, kill=1)
     _write_in_process(tmp_path, "wandb", 4, 9, kill=2)
     _write_in_process(tmp_path, "wandb", 10, 11, kill=0)  # step 10: in the log, but no mirror was given it
-    ids, rows, numbers, times = history()
-    assert [step for step, _ in rows] == [1, 2, 2, 3, 4, 4, 5, 6, 6, 7, 8, 8, 9, 10, 11]
-    assert rows == rows_of(tmp_path)
+    ids, records, numbers, times = history()
+    assert [step for step, _ in records] == [1, 2, 2, 3, 4, 4, 5, 6, 6, 7, 8, 8, 9, 10, 11]
+    assert records == records_of(tmp_path)
     assert ids == {run_id}
-    assert numbers == list(range(len(rows)))
-    assert times == [row["time"] for row in MetricsLog(tmp_path).read()]
+    assert numbers == list(range(len(records)))
+    assert times == [record["time"] for record in MetricsLog(tmp_path).read()]
 
 
 class _Settings:
@@ -141,20 +141,20 @@ class _Settings:
 
 
 class _Server:
-    """Stands in for the `wandb` module and its server, after wandb-core's source: rows are kept by number,
+    """Stands in for the `wandb` module and its server, after wandb-core's source: records are kept by number,
     and written over when a run starts without resuming; `starting_step` counts them; no step may be low."""
 
     Settings = _Settings
 
     def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
+        self.records: list[dict[str, float]] = []
         self.ids: list[str] = []
 
     def init(self, *, id: str, resume: str | None, mode: str, **_: object) -> "_Server":
         assert mode == "online"
         self.ids.append(id)
         self.sent: list[dict[str, float]] = []
-        self.starting_step = len(self.rows) if resume == "allow" else 0
+        self.starting_step = len(self.records) if resume == "allow" else 0
         self.next = self.starting_step
         return self
 
@@ -163,7 +163,7 @@ class _Server:
 
     def log(self, data: dict[str, float], *, step: int, commit: bool) -> None:
         assert commit
-        assert step >= self.next, "W&B would drop this row"
+        assert step >= self.next, "W&B would drop this record"
         self.sent.append(data)
         self.next = step + 1
 
@@ -171,9 +171,9 @@ class _Server:
         self.upload(len(self.sent))
 
     def upload(self, count: int) -> None:
-        """The first `count` rows sent by this process arrive."""
-        for number, row in enumerate(self.sent[:count], start=self.starting_step):
-            self.rows[number : number + 1] = [row]
+        """The first `count` records sent by this process arrive."""
+        for number, record in enumerate(self.sent[:count], start=self.starting_step):
+            self.records[number : number + 1] = [record]
 
 
 def _train(run_dir: Path, resume: int, last: int, *, kill: bool = False, scale: float = 1.0) -> None:
@@ -196,10 +196,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> _Server:
 
 def _assert_same(server: _Server, run_dir: Path) -> None:
     expected = [
-        {"step": row["step"], "_timestamp": row["time"]} | {k: v for k, v in row.items() if "/" in k}
-        for row in MetricsLog(run_dir).read()
+        {"step": record["step"], "_timestamp": record["time"]} | {k: v for k, v in record.items() if "/" in k}
+        for record in MetricsLog(run_dir).read()
     ]
-    assert server.rows == expected
+    assert server.records == expected
     assert len(set(server.ids)) == 1
 
 
@@ -220,7 +220,7 @@ def test_online_wandb_is_overwritten_after_a_rewind(
     _train(tmp_path, 0, 6, kill=True)
     server.upload(arrived)
     _train(tmp_path, 3, 9, kill=True, scale=2.0)  # other values: the old ones must go
-    server.upload(arrived_again)  # old rows may still be there
+    server.upload(arrived_again)  # old records may still be there
     _train(tmp_path, 9, 10)
     _assert_same(server, tmp_path)
     _train(tmp_path, 10, 11)
@@ -239,7 +239,7 @@ def test_rows_rewritten_while_wandb_was_off_replace_the_old(tmp_path: Path, serv
 
 def test_a_shorter_run_after_a_rewind_is_put_right_by_the_next(tmp_path: Path, server: _Server) -> None:
     _train(tmp_path, 0, 8)
-    _train(tmp_path, 2, 3)  # the server still shows the old rows after step 3
+    _train(tmp_path, 2, 3)  # the server still shows the old records after step 3
     _train(tmp_path, 3, 12)
     _assert_same(server, tmp_path)
 
@@ -251,7 +251,7 @@ def test_wandb_missing_stops_a_new_run_but_not_one_that_goes_on(
     with pytest.raises(UserError, match=r"pip install 'tinypod\[wandb\]'"):
         _train(tmp_path, 0, 1)
     _train(tmp_path, 2, 4)
-    assert [step for step, _ in rows_of(tmp_path)] == [3, 4, 4]
+    assert [step for step, _ in records_of(tmp_path)] == [3, 4, 4]
     assert "W&B did not start" in caplog.text
 
 

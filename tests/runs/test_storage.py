@@ -22,9 +22,9 @@ from tinypod.data import fetch
 from tinypod.errors import CheckpointError, StorageError, UserError
 from tinypod.runs import folder as run
 from tinypod.runs import storage
+from tinypod.runs.config_history import write_config
 from tinypod.runs.folder import Run
 from tinypod.runs.load import load_weights
-from tinypod.runs.record import write_config
 from tinypod.runs.saver import about, open_checkpoints
 
 numbers = count()

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from tinypod import __version__, sharding
-from tinypod.check.probe import Failed, Found, Probe, Skipped, compile_step, losses_of, take_steps
+from tinypod.check.probe import Failed, Found, Probe, Skipped, losses_of, take_steps
 from tinypod.errors import UserError
 from tinypod.experiment import Experiment, build
 from tinypod.health.memory import is_out_of_memory, step_bytes
@@ -84,7 +84,9 @@ def check_rows(probe: Probe) -> Found:
 def check_step(probe: Probe) -> Found:
     """Compile the step as `train` does, and take a few."""
     experiment = probe.experiment
-    probe.compiled, probe.compile_s = compile_step(experiment, probe.feed)
+    began = time.perf_counter()
+    probe.compiled = experiment.compile_step(probe.feed(0))
+    probe.compile_s = time.perf_counter() - began
     probe.state, sums = take_steps(experiment, probe.compiled, experiment.init(), probe.feed, COMPARED_STEPS)
     probe.losses, probe.grad_norms = losses_of(experiment, sums), [float(part["grad_norm"]) for part in sums]
     return Found(
@@ -119,7 +121,7 @@ def check_one_device(probe: Probe) -> Found:
     try:
         alone = probe.alone()
         with closing(alone.task.open_feed(alone.mesh)) as feed:
-            sums = take_steps(alone, compile_step(alone, feed)[0], alone.init(), feed, COMPARED_STEPS)[1]
+            sums = take_steps(alone, alone.compile_step(feed(0)), alone.init(), feed, COMPARED_STEPS)[1]
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -146,7 +148,7 @@ def check_checkpoint(probe: Probe) -> Found:
     folder = storage.folder(probe.scratch)
     _check_shared(probe, folder)
     timeout_s = math.ceil(probe.experiment.config.health.save_timeout_s)
-    checkpoints = Checkpoints(folder / "checkpoints", keep_last=1, timeout_s=timeout_s)
+    checkpoints = Checkpoints(folder / "checkpoints", cluster=probe.cluster, keep_last=1, timeout_s=timeout_s)
     checkpoints.prepare(probe.experiment.abstract_state)  # compiles what every save needs: not counted
     began = time.perf_counter()
     try:
@@ -278,8 +280,7 @@ def _replicated_parts(state: Any) -> dict[str, Any]:
 
 
 def _has_copies(of: jax.sharding.NamedSharding) -> bool:
-    split = [axis for entry in of.spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)]
-    return math.prod(of.mesh.shape[axis] for axis in split) < of.mesh.size
+    return math.prod(of.mesh.shape[axis] for entry in of.spec for axis in sharding.axes_of(entry)) < of.mesh.size
 
 
 def _check_shared(probe: Probe, folder: Any) -> None:

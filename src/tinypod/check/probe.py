@@ -4,7 +4,6 @@ A check returns what it found, or raises: Failed (or any error that is meant for
 hold, Skipped for one that cannot be tried here.
 """
 
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,12 +70,6 @@ class Probe:
         if self.cluster.count == 1:
             return values[None]
         return np.asarray(multihost_utils.process_allgather(values))
-
-
-def compile_step(experiment: Experiment, feed: Feed) -> tuple[Any, float]:
-    began = time.perf_counter()
-    compiled = experiment.train_step.lower(*experiment.abstract_inputs[:3], feed(0)).compile()
-    return compiled, time.perf_counter() - began
 
 
 def take_steps(

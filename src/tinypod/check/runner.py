@@ -24,17 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tinypod.check.checks import (
-    check_checkpoint,
-    check_data,
-    check_learning,
-    check_one_device,
-    check_one_trace,
-    check_replicas,
-    check_rows,
-    check_speed,
-    check_step,
-)
+from tinypod.check import checks
 from tinypod.check.probe import Found, Probe, Skipped
 from tinypod.cluster.agreement import Cluster
 from tinypod.errors import DeadlineError, UserError
@@ -68,15 +58,15 @@ class Check:
 
 
 CHECKS = (
-    Check("config and data", check_data, vital=True),
-    Check("rows", check_rows),
-    Check("step", check_step, vital=True),
-    Check("replicas", check_replicas),
-    Check("1 device = all", check_one_device),
-    Check("checkpoint", check_checkpoint),
-    Check("learning", check_learning),
-    Check("one trace", check_one_trace),
-    Check("speed", check_speed),
+    Check("config and data", checks.check_data, vital=True),
+    Check("rows", checks.check_rows),
+    Check("step", checks.check_step, vital=True),
+    Check("replicas", checks.check_replicas),
+    Check("1 device = all", checks.check_one_device),
+    Check("checkpoint", checks.check_checkpoint),
+    Check("learning", checks.check_learning),
+    Check("one trace", checks.check_one_trace),
+    Check("speed", checks.check_speed),
 )
 
 
@@ -175,7 +165,7 @@ def _gather_json(probe: Probe, value: dict[str, Any]) -> list[dict[str, Any]]:
 @contextmanager
 def _workspace(scratch: str | None, cluster: Cluster, health: HealthConfig) -> Iterator[tuple[Path, str]]:
     """A local folder, and one that all processes share if `scratch` is one; both are removed."""
-    name = cluster.agree("check", f"tinypod-check-{uuid.uuid4().hex[:12]}", health.start_timeout_s)
+    name = cluster.broadcast("check", f"tinypod-check-{uuid.uuid4().hex[:12]}", health.start_timeout_s)
     remote = scratch is not None and storage.is_remote(scratch)
     local = Path(tempfile.gettempdir() if remote or scratch is None else scratch).absolute() / name
     shared = f"{storage.url_of(scratch)}/{name}" if scratch is not None and remote else str(local)

@@ -5,36 +5,26 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tinypod.cli.shared import (
-    Coordinator,
-    DevicesPerProcess,
-    NumProcesses,
-    Overrides,
-    Processes,
-    ProcessId,
-    app,
-    console,
-    errors,
-    load_config,
-)
+from tinypod.cli import shared
+from tinypod.cli.shared import app, console, errors, load_config
 from tinypod.errors import UserError
 
 
 @app.command()
 def check(
     config: Annotated[str, typer.Argument(help="A YAML config, or a run (folder or gs:// URL).")],
-    overrides: Overrides = None,
+    overrides: shared.Overrides = None,
     steps: Annotated[int, typer.Option(min=2, help="Steps to learn one batch in, and steps to time.")] = 20,
     scratch: Annotated[
         str | None,
         typer.Option(help="Where to try a checkpoint: a folder that all hosts share, or gs://; default: temporary."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of JSON objects.")] = False,
-    processes: Processes = None,
-    devices_per_process: DevicesPerProcess = 1,
-    coordinator: Coordinator = None,
-    num_processes: NumProcesses = None,
-    process_id: ProcessId = None,
+    processes: shared.Processes = None,
+    devices_per_process: shared.DevicesPerProcess = 1,
+    coordinator: shared.Coordinator = None,
+    num_processes: shared.NumProcesses = None,
+    process_id: shared.ProcessId = None,
 ) -> None:
     """Pre-flight: try a config for a minute on the devices that are there, and say what would go wrong.
 

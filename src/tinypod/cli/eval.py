@@ -4,26 +4,17 @@ from typing import Annotated
 
 import typer
 
-from tinypod.cli.shared import (
-    CheckpointOption,
-    HaltSteps,
-    Overrides,
-    RunFolder,
-    WeightsOption,
-    app,
-    console,
-    errors,
-    thinking,
-)
+from tinypod.cli import shared
+from tinypod.cli.shared import app, console, errors, thinking
 
 
 @app.command("eval")
 def evaluate(
-    run: RunFolder,
-    overrides: Overrides = None,
-    checkpoint: CheckpointOption = "best",
-    weights: WeightsOption = None,
-    halt_steps: HaltSteps = None,
+    run: shared.RunFolder,
+    overrides: shared.Overrides = None,
+    checkpoint: shared.CheckpointOption = "best",
+    weights: shared.WeightsOption = None,
+    halt_steps: shared.HaltSteps = None,
     split: Annotated[str | None, typer.Option(help="The split; default: the config's data.eval_split.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

@@ -72,8 +72,8 @@ def _began_at(run: Run, step: int, after: float) -> bool:
 def _last_step(run: Run, after: float) -> int | None:
     """How far a run has come since then, by its heartbeats and its metrics; it may have been further before."""
     steps = [beat.step for beat in read_heartbeats(run.folder / HEALTH) if beat.time >= after]
-    rows = MetricsLog(run.folder).read()[-1:]
-    return max([*steps, *(int(row["step"]) for row in rows if row["time"] >= after)], default=None)
+    records = MetricsLog(run.folder).read()[-1:]
+    return max([*steps, *(int(record["step"]) for record in records if record["time"] >= after)], default=None)
 
 
 def check_apart(

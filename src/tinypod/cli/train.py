@@ -5,18 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tinypod.cli.shared import (
-    Coordinator,
-    DevicesPerProcess,
-    NumProcesses,
-    Overrides,
-    Processes,
-    ProcessId,
-    app,
-    console,
-    errors,
-    load_config,
-)
+from tinypod.cli import shared
+from tinypod.cli.shared import app, console, errors, load_config
 from tinypod.errors import DeviceMemoryError, UserError
 
 if TYPE_CHECKING:
@@ -26,7 +16,7 @@ if TYPE_CHECKING:
 @app.command()
 def train(
     config: Annotated[str, typer.Argument(help="A YAML config, or a run (folder or gs:// URL) to resume.")],
-    overrides: Overrides = None,
+    overrides: shared.Overrides = None,
     run: Annotated[
         str | None,
         typer.Option("--run", help="The run folder, local or gs://; default: runs/ and the config's name."),
@@ -41,11 +31,11 @@ def train(
     supervise: Annotated[
         bool, typer.Option("--supervise", help="Start again after a crash, until the same step has failed three times.")
     ] = False,
-    processes: Processes = None,
-    devices_per_process: DevicesPerProcess = 1,
-    coordinator: Coordinator = None,
-    num_processes: NumProcesses = None,
-    process_id: ProcessId = None,
+    processes: shared.Processes = None,
+    devices_per_process: shared.DevicesPerProcess = 1,
+    coordinator: shared.Coordinator = None,
+    num_processes: shared.NumProcesses = None,
+    process_id: shared.ProcessId = None,
 ) -> None:
     """Train, or resume where the run folder left off.
 

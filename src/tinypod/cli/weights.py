@@ -5,24 +5,17 @@ from typing import Annotated
 
 import typer
 
-from tinypod.cli.shared import (
-    CheckpointOption,
-    Overrides,
-    RunFolder,
-    WeightsOption,
-    console,
-    load_config,
-    weights_app,
-)
+from tinypod.cli import shared
+from tinypod.cli.shared import console, load_config, weights_app
 from tinypod.runs.terminal import say
 
 
 @weights_app.command("export")
 def weights_export(
-    run: RunFolder,
+    run: shared.RunFolder,
     out: Annotated[Path, typer.Argument(help="The PyTorch file to write.")],
-    checkpoint: CheckpointOption = "best",
-    weights: WeightsOption = None,
+    checkpoint: shared.CheckpointOption = "best",
+    weights: shared.WeightsOption = None,
 ) -> None:
     """Write a run's weights as the TRM authors' PyTorch state dict."""
     from tinypod.runs.folder import open_run
@@ -39,7 +32,7 @@ def weights_import(
     weights_file: Annotated[Path, typer.Argument(metavar="WEIGHTS", help="The authors' state dict, a PyTorch file.")],
     config: Annotated[str, typer.Argument(help="The config of that model.")],
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run folder to make, local or gs://.")],
-    overrides: Overrides = None,
+    overrides: shared.Overrides = None,
 ) -> None:
     """Make a run folder from the TRM authors' PyTorch weights, to evaluate, solve with, or train further."""
     from tinypod.runs.folder import open_run

@@ -5,18 +5,19 @@ those that are missing, in prose; and a process that simply exits after a failur
 peers that cannot come, then aborts all of them, so that its exit code and their messages are lost (`end_now`).
 """
 
+import json
 import math
 import os
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import jax
 from jax._src import distributed as jax_distributed  # private: its client has no public door
 
-from tinypod.errors import DeadlineError
+from tinypod.errors import DeadlineError, StorageError
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,16 @@ class Cluster:
         """The process that prints and writes what is written once."""
         return self.index == 0
 
-    def agree(self, name: str, value: str, timeout_s: float) -> str:
-        """Process 0's value, on all; waits for all. Every process must call it equally often with a name."""
+    def broadcast(self, name: str, value: Any, timeout_s: float) -> Any:
+        """Process 0's value, as JSON, on all; waits for all. Every process must call it equally often with a name."""
         if self.count == 1:
             return value
-        key = self._key("agree", name)
+        key = self._key("broadcast", name)
         if self.is_primary:
-            _client().key_value_set(key, value)
+            _client().key_value_set(key, json.dumps(value))
         else:
             try:
-                value = _client().blocking_key_value_get(key, _milliseconds(timeout_s))
+                value = json.loads(_client().blocking_key_value_get(key, _milliseconds(timeout_s)))
             except jax.errors.JaxRuntimeError as error:
                 raise self._late(name, timeout_s, {0}, error) from None
         self.barrier(name, timeout_s)  # all have read it
@@ -62,6 +63,21 @@ class Cluster:
             raise self._late(name, timeout_s, set(range(self.count)) - present, error) from None
         if self.is_primary:
             _client().key_value_delete(arrived)
+
+    def in_primary(self, name: str, work: Callable[[], Any], timeout_s: float) -> Any:
+        """What the work returns in process 0, broadcast to all; if it fails there, it fails in all."""
+        value, error = None, None
+        if self.is_primary:
+            try:
+                value = work()
+            except Exception as caught:
+                error = caught
+        value, failed = self.broadcast(name, (value, repr(error) if error else ""), timeout_s)
+        if error is not None:
+            raise error
+        if failed:
+            raise StorageError(f"{name}: process 0 could not do its part: {failed}")
+        return value
 
     def shutdown(self, timeout_s: float) -> None:
         """The end of a run that went well, or stopped well: waits for the others. Else: `end_now`."""

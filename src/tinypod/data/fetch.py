@@ -1,15 +1,12 @@
 """Datasets in an object store: fetched once into this user's cache folder, each file checked against its hash."""
 
-import fcntl
 import hashlib
 import os
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from etils import epath
+from filelock import FileLock, Timeout
 from rich.console import Console
 
 from tinypod.data import puzzles
@@ -34,7 +31,13 @@ def fetch_dataset(url: str, console: Console | None = None) -> Path:
     url = url_of(url)
     remote, local = folder(url), cache_folder("datasets", url)
     local.mkdir(parents=True, exist_ok=True)
-    with _locked(local / ".lock"), explained(url):
+    try:
+        lock = FileLock(local / ".lock").acquire(LOCK_PATIENCE_S)
+    except Timeout:
+        raise StorageError(
+            f"{local}: another process of this host has fetched it for {LOCK_PATIENCE_S:.0f} s; does it hang?"
+        ) from None
+    with lock, explained(url):
         description = _read_description(remote)
         splits = puzzles.parse_info(description, f"{url}/dataset.json").splits
         hashes = {f"{name}.npz": split.sha256 for name, split in splits.items()}
@@ -89,25 +92,3 @@ def _sha256(path: Path) -> str | None:
         return None
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Waits for its turn, within reason; the kernel drops the lock with the process."""
-    deadline = time.monotonic() + LOCK_PATIENCE_S
-    with path.open("a") as file:
-        while not _lock(file):
-            if time.monotonic() > deadline:
-                raise StorageError(
-                    f"{path}: another process of this host has held it for {LOCK_PATIENCE_S:.0f} s; does it hang?"
-                )
-            time.sleep(0.1)
-        yield
-
-
-def _lock(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -38,7 +38,7 @@ class Rollbacks:
         self.path, self.config, self.cluster = folder / FILE, config, cluster
         text = self.path.read_text() if cluster.is_primary and self.path.exists() else "[]"
         try:
-            self.done: list[dict[str, Any]] = json.loads(cluster.agree(FILE, text, timeout_s))
+            self.done: list[dict[str, Any]] = json.loads(cluster.broadcast(FILE, text, timeout_s))
             self.skipped = [(int(entry["first_batch"]), int(entry["batches"])) for entry in self.done]
         except (ValueError, TypeError, KeyError) as error:
             raise UserError(

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tinypod.errors import CorruptionError
 from tinypod.runs.checksums import checksum, flatten
-from tinypod.sharding import path_of
+from tinypod.sharding import axes_of, path_of
 
 _SHOWN = 5  # weights and devices that an error names
 
@@ -56,7 +56,7 @@ def make_replica_check(mesh: Mesh, specs: Any) -> Callable[[Any], None]:
 
 def _compare(sums: np.ndarray, spec: PartitionSpec, mesh: Mesh) -> str | None:
     """Which devices hold a copy unlike the others; along the axes that split the array nothing is a copy."""
-    split = {axis for entry in spec if entry is not None for axis in (entry if isinstance(entry, tuple) else (entry,))}
+    split = {axis for entry in spec for axis in axes_of(entry)}
     order = sorted(range(sums.ndim), key=lambda dim: mesh.axis_names[dim] not in split)
     shards = int(np.prod([sums.shape[dim] for dim in order if mesh.axis_names[dim] in split]))
     sums, devices = (array.transpose(order).reshape(shards, -1) for array in (sums, mesh.devices))

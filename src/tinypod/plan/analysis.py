@@ -62,9 +62,8 @@ def analyse(experiment: Experiment) -> tuple[Analysis, Any]:
     experiment.check_batch()
     mesh = dict(experiment.mesh.shape)
     began = time.perf_counter()
-    lowered = experiment.train_step.lower(*experiment.abstract_inputs)
     try:
-        compiled = lowered.compile()
+        compiled = experiment.compile_step(experiment.abstract_inputs[3])
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise

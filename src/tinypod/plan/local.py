@@ -27,7 +27,7 @@ from tinypod.plan.planner import Plan, Probe, changed, make_plan, predict, with_
 from tinypod.plan.search import find_fit
 
 MEASURED_STEPS = 10
-_PROBE_S = 0.3  # how long each probe goes on, at least
+_PROBE_S = 0.3  # of each probe, at least
 _LESS = 0.9  # of what a step needed that ran out of memory, although by the numbers it fits: a suggestion's most
 
 logger = logging.getLogger(__name__)

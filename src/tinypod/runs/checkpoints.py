@@ -21,8 +21,9 @@ from etils import epath
 from jax import Array
 
 from tinypod import __version__
+from tinypod.cluster.agreement import Cluster
 from tinypod.errors import CheckpointError, UserError
-from tinypod.runs import failures, orbax_manager, primary, set_aside, storage
+from tinypod.runs import failures, orbax_manager, set_aside, storage
 from tinypod.runs.checksums import checksums, flatten, make_checksums, replicated_like
 from tinypod.runs.failures import CHECKSUMS
 from tinypod.runs.retention import Retention, ScoreOf
@@ -41,6 +42,7 @@ class Checkpoints:
         self,
         folder: Path | str,
         *,
+        cluster: Cluster | None = None,
         keep_last: int | None = None,
         keep_every_hours: float | None = None,
         score_of: ScoreOf = lambda step: None,
@@ -49,7 +51,7 @@ class Checkpoints:
         timeout_s: int = 600,
     ) -> None:
         self.folder = storage.folder(folder)
-        self._read_only, self._timeout_s = read_only, timeout_s
+        self._cluster, self._read_only, self._timeout_s = cluster or Cluster(), read_only, timeout_s
         self._retention = Retention(keep_last, keep_every_hours, score_of, best_mode, self._in_primary)
         self._remote = storage.is_remote(self.folder)
         self._checksums: Callable[[dict[str, Array]], Array] = checksums
@@ -126,7 +128,7 @@ class Checkpoints:
             return orbax_manager.read_info(reader, step)
 
     def set_aside_after(self, step: int) -> list[epath.Path]:
-        """Move the checkpoints after a step out of the way, so that the run can go on from it; 0: from its beginning.
+        """Move the checkpoints after a step out of the way, so that the run can resume from it; 0: from its beginning.
 
         Returns where they are now; in process 0, which moves them.
         """
@@ -157,7 +159,7 @@ class Checkpoints:
             one_each = jax.ShapeDtypeStruct((len(names),), jnp.uint32, sharding=replicated_like(wanted.values()))
             restored = orbax_manager.read_leaves(reader, step, wanted | {CHECKSUMS: one_each})
             if whole:
-                orbax_manager.read_info(reader, step)  # a run that goes on needs it
+                orbax_manager.read_info(reader, step)  # a run that resumes needs it
         expected = dict(zip(names, jax.device_get(restored.pop(CHECKSUMS)), strict=True))
         # Of all processes, and thus outside of `_reading`: one that is gone is no fault of the files.
         found = dict(zip(sorted(restored), jax.device_get(checksums(restored)), strict=True))
@@ -172,8 +174,8 @@ class Checkpoints:
         with storage.translated(lambda error: failures.not_read(self.folder, step, error, self.steps())):
             manager = self._opened()
             # In an object store, for several processes, another one: in those that do not commit, the one that has
-            # saved goes on to take the last checkpoint for unfinished (Orbax 0.12).
-            if self._remote and not self._read_only and primary.cluster().count > 1:
+            # saved still takes the last checkpoint for unfinished (Orbax 0.12).
+            if self._remote and not self._read_only and self._cluster.count > 1:
                 manager.wait_until_finished()
                 with self._new_manager(read_only=True) as reader:
                     yield reader
@@ -192,7 +194,7 @@ class Checkpoints:
         """
         if self._last_tried is not None:
             self._failed.add(self._last_tried)
-        if primary.cluster().count == 1:
+        if self._cluster.count == 1:
             manager, self._manager = self._manager, None
             with suppress(Exception):
                 manager.close()
@@ -206,7 +208,7 @@ class Checkpoints:
 
     def _tidy(self) -> None:
         """Between saves, in process 0: what was deleted, and what failed saves left, which may still have come in."""
-        if self._read_only or not primary.cluster().is_primary:
+        if self._read_only or not self._cluster.is_primary:
             return
         set_aside.remove_deleted(self.folder)
         if self._failed:
@@ -228,7 +230,7 @@ class Checkpoints:
 
     def _new_manager(self, read_only: bool) -> Any:
         retention = None if read_only else self._retention
-        return orbax_manager.open_manager(self.folder, retention, primary.cluster().count, self._timeout_s)
+        return orbax_manager.open_manager(self.folder, retention, self._cluster.count, self._timeout_s)
 
     def _opened(self) -> Any:
         if self._manager is None:
@@ -236,4 +238,4 @@ class Checkpoints:
         return self._manager
 
     def _in_primary(self, name: str, work: Callable[[], Any]) -> Any:
-        return primary.in_primary(f"checkpoints: {name}", work, self.folder, self._timeout_s)
+        return self._cluster.in_primary(f"{self.folder}: {name}", work, self._timeout_s)

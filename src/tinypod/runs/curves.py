@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from tinypod.runs.metrics import MetricsLog, Row
+from tinypod.runs.metrics import MetricsLog, Record
 from tinypod.tasks.task import Metric
 
 _TRAIN, _EVAL, _INK = "#2a78b5", "#d1495b", "#3a3f45"
@@ -27,16 +27,16 @@ _LEGEND |= {"frameon": False, "labelcolor": _INK}
 
 def plot_curves(run_dir: Path, headline: Sequence[Metric]) -> Path | None:
     """The loss and the first headline metrics over steps, to `run_dir/curves.png`. None: the log is empty."""
-    rows = MetricsLog(run_dir).read()
-    if not rows:
+    records = MetricsLog(run_dir).read()
+    if not records:
         return None
     figure = Figure(figsize=(12, 4.9), dpi=130, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    _draw_loss(left, rows)
-    _draw_headline(right, rows, headline)
+    _draw_loss(left, records)
+    _draw_headline(right, records, headline)
     for axes in (left, right):
-        _dress(axes, max(row["step"] for row in rows))
+        _dress(axes, max(record["step"] for record in records))
     figure.suptitle(run_dir.resolve().name, fontsize=13, fontweight="bold", color=_INK)
     path = run_dir / "curves.png"
     temporary = path.with_name(".curves.tmp.png")  # a viewer never sees half a picture
@@ -45,9 +45,9 @@ def plot_curves(run_dir: Path, headline: Sequence[Metric]) -> Path | None:
     return path
 
 
-def _column(rows: list[Row], name: str) -> tuple[np.ndarray, np.ndarray]:
+def _column(records: list[Record], name: str) -> tuple[np.ndarray, np.ndarray]:
     """The steps and values of one metric where it was logged and finite."""
-    pairs = [(row["step"], row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
+    pairs = [(record["step"], record[name]) for record in records if math.isfinite(record.get(name, math.nan))]
     table = np.array(pairs, dtype=np.float64).reshape(-1, 2)
     return table[:, 0], table[:, 1]
 
@@ -61,9 +61,9 @@ def _smooth(values: np.ndarray) -> np.ndarray:
     return (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)
 
 
-def _draw_loss(axes: Axes, rows: list[Row]) -> None:
+def _draw_loss(axes: Axes, records: list[Record]) -> None:
     axes.set_title("Training loss", loc="left", fontsize=11, color=_INK)
-    steps, loss = _column(rows, "train/loss")
+    steps, loss = _column(records, "train/loss")
     if not len(loss):
         _say_nothing_logged(axes)
         return
@@ -77,12 +77,12 @@ def _draw_loss(axes: Axes, rows: list[Row]) -> None:
         axes.set_ylabel("loss, log scale", color=_INK)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    if broken := sum("train/loss" in row for row in rows) - len(loss):
+    if broken := sum("train/loss" in record for record in records) - len(loss):
         axes.plot([], [], " ", label=f"{broken} not finite, not drawn")
     axes.legend(**_LEGEND)
 
 
-def _draw_headline(axes: Axes, rows: list[Row], headline: Sequence[Metric]) -> None:
+def _draw_headline(axes: Axes, records: list[Record], headline: Sequence[Metric]) -> None:
     """The metrics that are written like the first, at most two: they share an axis."""
     first = headline[0]
     shown = [metric for metric in headline if metric.format[-1] == first.format[-1]][:2]
@@ -92,7 +92,7 @@ def _draw_headline(axes: Axes, rows: list[Row], headline: Sequence[Metric]) -> N
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f} %"))
     for split, color in (("eval", _EVAL), ("train", _TRAIN)):
         for metric, style, width in zip(shown, ("-", "--"), (2.0, 1.2), strict=False):
-            steps, values = _column(rows, f"{split}/{metric.name}")
+            steps, values = _column(records, f"{split}/{metric.name}")
             if not len(values):
                 continue
             if split == "train":

@@ -44,7 +44,7 @@ def not_saved(folder: epath.Path, error: Exception, latest: int | None) -> Stora
     kept = "there is no complete one yet" if latest is None else f"the latest complete one is step {latest}"
     return StorageError(
         f"{folder}: saving a checkpoint failed: {storage.reason(folder, error)}; {kept}. "
-        "Free some space or mend the folder; a run that has ended goes on with the same command"
+        "Free some space or mend the folder; a run that has ended resumes with the same command"
     )
 
 
@@ -122,7 +122,7 @@ def _damaged(folder: epath.Path, step: int, why: str, steps: Iterable[int]) -> D
     advice = (
         f"there is none before it in {folder}; start again in another --run folder"
         if earlier is None
-        else f"the one before it is step {earlier}: `tinypod train` goes on from there with --from-step {earlier} "
+        else f"the one before it is step {earlier}: `tinypod train` resumes from there with --from-step {earlier} "
         f"(newer ones are moved to {SET_ASIDE}/, not deleted), other commands use it with --checkpoint {earlier}"
     )
     return DamagedError(f"{folder / str(step)} is damaged: {why}\nIt was left as it is; {advice}")

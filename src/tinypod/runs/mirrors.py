@@ -1,9 +1,9 @@
-"""Copies of `metrics.jsonl` in TensorBoard and W&B. Each begins by making itself equal to the log's rows.
+"""Copies of `metrics.jsonl` in TensorBoard and W&B. Each begins by making itself equal to the log's records.
 
-TensorBoard and offline W&B are written anew. Online W&B goes on after the rows that the server has or, where a rewind
-has taken back rows that it may have, is overwritten from row 0. W&B's own `_step` is the row's number in the log (W&B
-merges rows of one step and drops a step lower than its last); charts use our `step`. The server overwrites row by row:
-it shows old rows until the run is past them again.
+TensorBoard and offline W&B are written anew. Online W&B continues after the records that the server has or, where a
+rewind has taken back records that it may have, is overwritten from record 0. W&B's own `_step` is the record's number
+in the log (W&B merges records of one step and drops a step lower than its last); charts use our `step`. The server
+overwrites record by record: it shows old records until the run is past them again.
 """
 
 import json
@@ -16,7 +16,7 @@ from tinypod.errors import UserError
 from tinypod.experiment import WandbConfig
 from tinypod.runs.storage import replace_file
 
-Row = dict[str, float]  # "step" is an int, "time" and every metric a float
+Record = dict[str, float]  # "step" is an int, "time" and every metric a float
 
 _EVENT_FILE_SUFFIX = ".tinypod"  # tells our event files from others, such as the profiler's
 _WANDB_FINISH_TIMEOUT_S = 300.0  # W&B's default waits for ever; what is not uploaded then goes up on resume
@@ -25,7 +25,7 @@ _WANDB_FINISH_TIMEOUT_S = 300.0  # W&B's default waits for ever; what is not upl
 class TensorBoardMirror:
     """`run_dir/tensorboard/`: one event file, written anew from the log on opening."""
 
-    def __init__(self, run_dir: Path, rows: list[Row]) -> None:
+    def __init__(self, run_dir: Path, records: list[Record]) -> None:
         # Not SummaryWriter: once the disk is full its queue blocks the caller for ever, and its flush() does
         # not wait for the queue.
         from tensorboardX.event_file_writer import EventsWriter
@@ -35,15 +35,15 @@ class TensorBoardMirror:
         for old in folder.glob(f"events.out.tfevents.*{_EVENT_FILE_SUFFIX}"):
             old.unlink()
         self._events = EventsWriter(str(folder / "events"), _EVENT_FILE_SUFFIX)
-        self.write(*rows)
+        self.write(*records)
 
-    def write(self, *rows: Row) -> None:
+    def write(self, *records: Record) -> None:
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 
-        for row in rows:
-            values = Summary(value=[Summary.Value(tag=k, simple_value=v) for k, v in _metrics(row).items()])
-            self._events.write_event(Event(wall_time=row["time"], step=row["step"], summary=values))
+        for record in records:
+            values = Summary(value=[Summary.Value(tag=k, simple_value=v) for k, v in _metrics(record).items()])
+            self._events.write_event(Event(wall_time=record["time"], step=record["step"], summary=values))
         self._events.flush()
 
     def close(self, *, failed: bool = False) -> None:
@@ -51,26 +51,26 @@ class TensorBoardMirror:
 
 
 class WandbMirror:
-    """One W&B run through every resume. `wandb.json` has its id and which rows of the log W&B may have."""
+    """One W&B run through every resume. `wandb.json` has its id and which records of the log W&B may have."""
 
-    def __init__(self, run_dir: Path, settings: WandbConfig, config: dict[str, Any], rows: list[Row]) -> None:
+    def __init__(self, run_dir: Path, settings: WandbConfig, config: dict[str, Any], records: list[Record]) -> None:
         try:
             import wandb
         except ImportError as error:
             raise UserError("W&B is missing: pip install 'tinypod[wandb]', or turn it off.") from error
         run_dir.mkdir(parents=True, exist_ok=True)
         self._path, self._online = run_dir / "wandb.json", settings.mode == "online"
-        # rows: how many rows of the log W&B may have; time: the last of these, by its time; stale: up to
-        # which row W&B may have others, from before a rewind, and 0 only when it surely has none.
-        self._state: dict[str, Any] = {"id": uuid.uuid4().hex[:8], "rows": 0, "time": 0.0, "stale": 0}
+        # records: how many records of the log W&B may have; time: the last of these, by its time; stale: up to
+        # which record W&B may have others, from before a rewind, and 0 only when it surely has none.
+        self._state: dict[str, Any] = {"id": uuid.uuid4().hex[:8], "records": 0, "time": 0.0, "stale": 0}
         if self._path.exists():
             self._state = json.loads(self._path.read_text())
-        given = self._state["rows"]
-        same = given == 0 or (given <= len(rows) and self._state["time"] == rows[given - 1]["time"])
+        given = self._state["records"]
+        same = given == 0 or (given <= len(records) and self._state["time"] == records[given - 1]["time"])
         resume = self._online and same and self._state["stale"] == 0
-        # Saved before W&B gets a row: after a kill the record may name a row too many, never one too few.
+        # Saved before W&B gets a record: after a kill the record may name a record too many, never one too few.
         stale = 0 if resume else max(self._state["stale"], given)
-        self._save(rows=len(rows), time=rows[-1]["time"] if rows else 0.0, stale=stale)
+        self._save(records=len(records), time=records[-1]["time"] if records else 0.0, stale=stale)
         # Of two offline folders of one run `wandb sync` lets the later replace the earlier: one has it all.
         for old in (run_dir / "wandb").glob(f"offline-run-*-{self._state['id']}*"):
             shutil.rmtree(old, ignore_errors=True)
@@ -85,21 +85,21 @@ class WandbMirror:
             hint = "Run `wandb login`, set the mode to offline, or turn W&B off."
             raise UserError(f"W&B did not start: {error}. {hint}") from error
         self._run.define_metric("*", step_metric="step")
-        self._next = self._run.starting_step if resume else 0  # the server's own count of the rows it has
-        for row in rows[self._next :]:
-            self._log(row)
+        self._next = self._run.starting_step if resume else 0  # the server's own count of the records it has
+        for record in records[self._next :]:
+            self._log(record)
 
-    def write(self, row: Row) -> None:
-        self._save(rows=self._next + 1, time=row["time"])
-        self._log(row)
+    def write(self, record: Record) -> None:
+        self._save(records=self._next + 1, time=record["time"])
+        self._log(record)
 
     def close(self, *, failed: bool = False) -> None:
-        self._run.finish(exit_code=int(failed))  # online: returns when the server has every row, or raises
+        self._run.finish(exit_code=int(failed))  # online: returns when the server has every record, or raises
         if self._online and self._next >= self._state["stale"]:
             self._save(stale=0)
 
-    def _log(self, row: Row) -> None:
-        data = {"step": row["step"], "_timestamp": row["time"], **_metrics(row)}
+    def _log(self, record: Record) -> None:
+        data = {"step": record["step"], "_timestamp": record["time"], **_metrics(record)}
         self._run.log(data, step=self._next, commit=True)
         self._next += 1
 
@@ -111,5 +111,5 @@ class WandbMirror:
 Mirror = TensorBoardMirror | WandbMirror
 
 
-def _metrics(row: Row) -> Row:
-    return {name: value for name, value in row.items() if name not in ("step", "time")}
+def _metrics(record: Record) -> Record:
+    return {name: value for name, value in record.items() if name not in ("step", "time")}

@@ -30,9 +30,9 @@ def scores_table(title: str, task: Task, scores: Mapping[str, float]) -> Table:
 def summary_table(run: Run, experiment: Experiment, step: int, best: tuple[int, float] | None) -> Table:
     """What `tinypod train` shows at its end."""
     last: dict[str, Any] = {}  # the last value of each metric
-    rows = MetricsLog(run.folder).read()
-    for row in rows:
-        last |= row
+    records = MetricsLog(run.folder).read()
+    for record in records:
+        last |= record
     table = Table(title=Text(str(run)), show_header=False, title_justify="left")
     table.add_row("steps done", f"{step:,}")
     for metric in experiment.task.headline[:2]:
@@ -42,7 +42,7 @@ def summary_table(run: Run, experiment: Experiment, step: int, best: tuple[int, 
         table.add_row("best checkpoint", f"step {best[0]:,} ({experiment.best.label} {experiment.best.show(best[1])})")
     if "train/loss" in last:
         table.add_row("last loss", f"{last['train/loss']:,.4g}")
-    if speeds := [row["perf/examples_per_s"] for row in rows if "perf/examples_per_s" in row]:
+    if speeds := [record["perf/examples_per_s"] for record in records if "perf/examples_per_s" in record]:
         table.add_row("examples/s", f"{statistics.median(speeds):,.4g}")
     table.add_row("curves", Text(str(run.folder / "curves.png")))
     return table

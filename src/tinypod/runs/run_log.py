@@ -17,7 +17,7 @@ def read_scores(folder: Path, experiment: Experiment) -> dict[int, float]:
     if experiment.best is None:
         return {}
     name = experiment.best.name
-    return {int(row["step"]): row[name] for row in MetricsLog(folder).read() if name in row}
+    return {int(record["step"]): record[name] for record in MetricsLog(folder).read() if name in record}
 
 
 class RunLog:
@@ -37,14 +37,14 @@ class RunLog:
             config = self._config.model_dump(mode="json")
             self._metrics = open_metrics(self.run.folder, self._config.log, config, step)
 
-    def write(self, step: int, row: Mapping[str, float]) -> None:
-        if self._metric in row:
-            self.scores[step] = row[self._metric]
+    def write(self, step: int, record: Mapping[str, float]) -> None:
+        if self._metric in record:
+            self.scores[step] = record[self._metric]
         if self._metrics is not None:
-            self._metrics.write(step, row)
+            self._metrics.write(step, record)
 
     def flush(self) -> None:
-        """What a checkpoint holds must be in the log before it, and in the store: a full disk may have refused rows."""
+        """What a checkpoint holds must be in the log before it, and in the store: a full disk may have refused some."""
         if self._metrics is not None:
             self._metrics.flush()
             self.run.push()

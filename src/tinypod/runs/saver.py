@@ -4,7 +4,6 @@ A disk that is full now may have room later: a save that fails is tried again wh
 of a run it is waited for. With several processes a save that fails in one ends all: the others wait for it.
 """
 
-import json
 import math
 import os
 import time
@@ -33,11 +32,17 @@ class Restored(NamedTuple):
 
 
 def open_checkpoints(
-    run: Run, experiment: Experiment, scores: dict[int, float], *, read_only: bool = False
+    run: Run,
+    experiment: Experiment,
+    scores: dict[int, float],
+    cluster: Cluster | None = None,
+    *,
+    read_only: bool = False,
 ) -> Checkpoints:
     config, best = experiment.config, experiment.best
     return Checkpoints(
         run.checkpoints,
+        cluster=cluster,
         keep_last=config.checkpoint.keep_last,
         keep_every_hours=config.checkpoint.keep_every_hours,
         score_of=scores.get,
@@ -59,7 +64,7 @@ class Saver:
         self, run: Run, experiment: Experiment, cluster: Cluster, console: Console, scores: dict[int, float]
     ) -> None:
         self.experiment, self.cluster, self.console = experiment, cluster, console
-        self.checkpoints = open_checkpoints(run, experiment, scores)
+        self.checkpoints = open_checkpoints(run, experiment, scores, cluster)
         for incomplete in self.checkpoints.incomplete():
             warn(console, str(incomplete))
         self._saved: int | None = None
@@ -163,5 +168,4 @@ class Saver:
 
     def _broadcast(self, name: str, value: Any) -> Any:
         """Process 0's value: what each sees for itself may differ."""
-        timeout_s = self.experiment.config.health.restore_timeout_s
-        return json.loads(self.cluster.agree(name, json.dumps(value), timeout_s))
+        return self.cluster.broadcast(name, value, self.experiment.config.health.restore_timeout_s)

@@ -49,16 +49,16 @@ class TrainingProgress:
         if self._live is not None:
             self._live.update(self._task, completed=step)
 
-    def trained(self, step: int, row: dict[str, float]) -> None:
-        self._texts["loss"] = f"loss {row['train/loss']:.3f}"
-        if (value := row.get(f"train/{self.metric.name}")) is not None and self.metric.name != "loss":
+    def trained(self, step: int, record: dict[str, float]) -> None:
+        self._texts["loss"] = f"loss {record['train/loss']:.3f}"
+        if (value := record.get(f"train/{self.metric.name}")) is not None and self.metric.name != "loss":
             self._texts["train"] = f"{self.metric.label} {self.metric.show(value)}"
-        if "perf/examples_per_s" in row:
-            self._texts["speed"] = f"{row['perf/examples_per_s']:,.0f} examples/s"
+        if "perf/examples_per_s" in record:
+            self._texts["speed"] = f"{record['perf/examples_per_s']:,.0f} examples/s"
         self._show(step, now=False)
 
-    def evaluated(self, step: int, row: dict[str, float]) -> None:
-        self._texts["held_out"] = f"held-out {self.metric.show(row[f'eval/{self.metric.name}'])}"
+    def evaluated(self, step: int, record: dict[str, float]) -> None:
+        self._texts["held_out"] = f"held-out {self.metric.show(record[f'eval/{self.metric.name}'])}"
         self._show(step, now=True)
 
     def _show(self, step: int, now: bool) -> None:

@@ -164,12 +164,12 @@ KIND = TaskKind(PuzzleTaskConfig, PuzzleDataConfig, trm.TrmConfig, open_data, bu
 def make_loss(config: PuzzleTaskConfig, model: trm.TrmConfig, gather: Gather | None) -> Callable[..., Any]:
     def loss(
         params: trm.Params,
-        rows: dict[str, Array],
+        table_rows: dict[str, Array],
         carry: dict[str, Any],
         batch: dict[str, Any],
         varied: dict[str, Array],
     ) -> tuple[Array, tuple[dict[str, Any], dict[str, Array]]]:
-        z, logits, q = trm.apply(model, params, carry["z"], carry["example"]["inputs"], rows.get(TABLE), gather)
+        z, logits, q = trm.apply(model, params, carry["z"], carry["example"]["inputs"], table_rows.get(TABLE), gather)
         scores = score(jnp.argmax(logits, axis=-1), q[:, 0], carry["example"]["labels"])
         lm_loss = _cell_losses(config, logits, carry["example"]["labels"])
         q_loss = _binary_cross_entropy(q[:, 0], scores["exact_accuracy"])

@@ -74,7 +74,7 @@ class Task:
     draw: Callable[[Tree, Draw, Tree], Tree]  # (feed, draw, varied) -> batch
     begin: Callable[[Tree, Tree, Tree], Tree]  # (params, carry, batch) -> carry
     lookup: Callable[[Tree], dict[str, Array]]  # carry -> row ids for each table
-    loss: Callable[..., Any]  # (params, rows, carry, batch, varied) -> loss, (carry, sums)
+    loss: Callable[..., Any]  # (params, table rows, carry, batch, varied) -> loss, (carry, sums)
 
     rules: Rules  # how parameters are sharded
     varied: Mapping[str, float]

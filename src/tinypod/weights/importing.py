@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from tinypod.errors import UserError
 from tinypod.experiment import ExperimentConfig, build
 from tinypod.runs import storage
+from tinypod.runs.config_history import write_config
 from tinypod.runs.folder import CONFIG, Run, lock, with_absolute_paths
-from tinypod.runs.record import write_config
 from tinypod.runs.saver import about, open_checkpoints
 from tinypod.step import select_trained
 from tinypod.weights import authors

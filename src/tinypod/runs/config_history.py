@@ -1,4 +1,4 @@
-"""The record of what a run was trained with.
+"""What a run was trained with.
 
 `config.yaml` is the config that the steps so far were trained with. `config_changes.jsonl` has a line for each change:
 the step from which it holds, and the keys with their old and new values. A change is written when training resumes with
