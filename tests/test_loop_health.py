@@ -17,7 +17,7 @@ from rich.console import Console
 from fixtures import tiny_config, write_4x4
 from test_train import assert_same_states, in_a_process, rows, state_at
 from tinypod import train
-from tinypod.errors import CorruptionError, DamagedError, RecompileError, StorageError
+from tinypod.errors import CheckpointError, CorruptionError, RecompileError, StorageError
 from tinypod.health import goodput
 from tinypod.health.heartbeat import read_heartbeats
 from tinypod.runs import saver
@@ -117,22 +117,28 @@ def test_under_supervision_a_damaged_checkpoint_is_set_aside(
     assert goodput.summarise(tmp_path / "run").lost_steps == 2
 
 
+def test_under_supervision_a_run_without_a_sound_checkpoint_begins_again(
+    data: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(straight, tmp_path / "run")
+    for checkpoint in (tmp_path / "run" / "checkpoints").iterdir():
+        damage(checkpoint)
+    monkeypatch.setenv(saver.SUPERVISED, "1")
+    assert "steps 0 to 8" in trained(data, tmp_path / "run")
+    assert_same_states(*(state_at(data, folder, 8) for folder in (straight, tmp_path / "run")))
+
+
+def test_a_run_with_imported_weights_does_not_begin_again_with_others(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "imported.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="began with imported weights"):
+        trained(data, tmp_path / "run")
+
+
 def damage(folder: Path) -> None:
     for path in (folder / "state").rglob("*"):
         if path.is_file() and path.stat().st_size > 5000:
             path.write_bytes(path.read_bytes()[:1000])
-
-
-def test_the_only_checkpoint_is_not_given_up_even_under_supervision(
-    data: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(straight, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
-    damage(tmp_path / "run" / "checkpoints" / "8")
-    monkeypatch.setenv(saver.SUPERVISED, "1")
-    with pytest.raises(DamagedError, match="there is none before it"):
-        trained(data, tmp_path / "run")
-    assert (tmp_path / "run" / "checkpoints" / "8").is_dir()
 
 
 def test_a_read_that_the_system_refuses_condemns_no_checkpoint(

@@ -136,7 +136,7 @@ def test_a_platform_that_is_not_there_is_an_error_that_says_what_to_do(platform:
     program = "from tinypod import sharding; sharding.all_devices()"
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env=os.environ | {"JAX_PLATFORMS": platform},
+        env=os.environ | {"JAX_PLATFORMS": platform, "CUDA_VISIBLE_DEVICES": ""},  # also on a machine with a GPU
         capture_output=True,
         text=True,
         check=False,

@@ -21,7 +21,7 @@ from poison import poisoned
 from tinypod import step, tasks, train
 from tinypod.errors import CheckpointError, ConfigError
 from tinypod.experiment import build
-from tinypod.runs import folder, record
+from tinypod.runs import config_history, folder
 from tinypod.runs.checksums import flatten
 from tinypod.runs.folder import Run
 from tinypod.runs.load import load_weights
@@ -38,7 +38,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changes_of(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / record.CHANGES).read_text().splitlines()]
+    return [json.loads(line) for line in (run_dir / config_history.CHANGES).read_text().splitlines()]
 
 
 def quiet() -> Console:

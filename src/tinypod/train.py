@@ -217,8 +217,7 @@ def _restore(attempt: Attempt, from_step: int | None) -> tuple[Saver, RunLog, Re
     log = RunLog(run, experiment, scores, primary=cluster.is_primary)
     step = saver.latest() if from_step is None else from_step
     if step is None:
-        saver.restored(0)
-        return saver, log, Restored(experiment.init(), 0)
+        return saver, log, saver.begin()
     _check_config(attempt, step, finished=False)  # which keys differ says more than which arrays
     return saver, log, saver.restore(step, set_newer_aside=from_step is not None)
 
@@ -396,7 +395,7 @@ def _roll_back(
     with health.phase("restoring"):
         checkpoints.set_aside_after(target or 0)  # before the batches are renumbered, should it end in between
         rollbacks.add(bad, target or 0)
-        state = experiment.init() if target is None else checkpoints.restore(target, experiment.abstract_state)
+        state = saver.begin().state if target is None else checkpoints.restore(target, experiment.abstract_state)
         saver.restored(target or 0)
     target = target or 0
     health.rolled_back(step, target)

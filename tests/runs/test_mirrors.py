@@ -114,8 +114,8 @@ def test_offline_wandb_equals_the_log_after_a_kill_and_a_rewind(tmp_path: Path) 
                     ids.add(record.run.run_id)
                 if record.WhichOneof("record_type") == "history":
                     items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
-                    record = {name: repr(float(json.loads(value))) for name, value in items.items() if name[0] != "_"}
-                    records.append((int(float(record.pop("step"))), record))
+                    values = {name: repr(float(json.loads(value))) for name, value in items.items() if name[0] != "_"}
+                    records.append((int(float(values.pop("step"))), values))
                     numbers.append(record.history.step.num)
                     times.append(json.loads(items["_timestamp"]))
         return ids, records, numbers, times

@@ -36,8 +36,7 @@ def weights_import(
 ) -> None:
     """Make a run folder from the TRM authors' PyTorch weights, to evaluate, solve with, or train further."""
     from tinypod.runs.folder import open_run
-    from tinypod.weights.authors import read_state_dict
     from tinypod.weights.importing import create_run
 
-    create_run(open_run(run), load_config(config, overrides), read_state_dict(weights_file))
+    create_run(open_run(run), load_config(config, overrides), weights_file)
     say(console, f"{run}: a run at step 0 with the weights of {weights_file}")

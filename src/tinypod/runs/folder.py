@@ -20,6 +20,7 @@ from tinypod.runs import storage
 from tinypod.runs.set_aside import SET_ASIDE
 
 CONFIG, CHECKPOINTS, HEALTH, LOCK = "config.yaml", "checkpoints", "health", ".lock"
+IMPORTED = "imported.json"  # in a run that did not begin with weights of its own
 NOT_PUSHED = (CHECKPOINTS, SET_ASIDE, "wandb")  # W&B keeps its own copy, and many files
 NOT_PULLED = (*NOT_PUSHED, "tensorboard", "profile", "logs")  # what a run writes and does not read
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from tinypod.cluster.agreement import Cluster
-from tinypod.errors import ConfigError, DamagedError, StorageError
+from tinypod.errors import CheckpointError, ConfigError, DamagedError, StorageError
 from tinypod.experiment import Experiment
 from tinypod.runs.checkpoints import Checkpoints
-from tinypod.runs.folder import Run
+from tinypod.runs.folder import IMPORTED, Run
 from tinypod.runs.set_aside import SET_ASIDE
 from tinypod.runs.terminal import say, warn
 from tinypod.step import TrainState
@@ -63,7 +63,7 @@ class Saver:
     def __init__(
         self, run: Run, experiment: Experiment, cluster: Cluster, console: Console, scores: dict[int, float]
     ) -> None:
-        self.experiment, self.cluster, self.console = experiment, cluster, console
+        self.run, self.experiment, self.cluster, self.console = run, experiment, cluster, console
         self.checkpoints = open_checkpoints(run, experiment, scores, cluster)
         for incomplete in self.checkpoints.incomplete():
             warn(console, str(incomplete))
@@ -79,8 +79,17 @@ class Saver:
         found = self._broadcast("best", self.checkpoints.best())
         return found and (found[0], found[1])
 
+    def begin(self) -> Restored:
+        """The state of step 0, where there is no checkpoint."""
+        if self._broadcast("imported", (self.run.folder / IMPORTED).exists()):
+            raise CheckpointError(
+                f"{self.run} began with imported weights and has no sound checkpoint: import them into another run"
+            )
+        self.restored(0)
+        return Restored(self.experiment.init(), 0)
+
     def restore(self, step: int, *, set_newer_aside: bool = False) -> Restored:
-        """The state of a step; under a supervisor, a damaged one is set aside and the one before it is used."""
+        """The state of a step; under a supervisor, a damaged one is set aside for the one before it, or step 0."""
         try:
             state = self.checkpoints.restore(step, self.experiment.abstract_state)
         except DamagedError as error:
@@ -102,16 +111,13 @@ class Saver:
         return Restored(state, int(info.get("bad_steps", 0)))
 
     def _restore_without_damaged(self, step: int, error: DamagedError) -> Restored:
-        if not any(earlier < step for earlier in self.checkpoints.steps()):
-            raise error
         self.checkpoints.set_aside_damaged(step)
         text = f"{str(error).splitlines()[0]}\nIt was moved to {SET_ASIDE}/; resuming without it"
         if self.cluster.count > 1:  # the others may have read their parts well, and wait
             raise StorageError(text)
         warn(self.console, text)
         latest = self.latest()
-        assert latest is not None
-        return self.restore(latest)
+        return self.begin() if latest is None else self.restore(latest)
 
     def restored(self, step: int) -> None:
         """The state at hand is that of a checkpoint, or of step 0."""
