@@ -81,7 +81,7 @@ def test_lines_are_shown_with_their_process_and_logged_without(tmp_path: Path) -
     log = (tmp_path / "logs" / "process_1.log").read_text()
     assert len(re.findall(r"(?m)^--- \d{4}-\d\d-\d\d \d\d:\d\d:\d\d, pid \d+$", log)) == 2
     assert log.count("I am 1 of 2: ✓ [bold]\n") == 2
-    assert log.count("[Gloo]") == 2
+    assert log.count("[Gloo]") == 6
 
 
 def test_one_process_has_no_prefix(tmp_path: Path) -> None:

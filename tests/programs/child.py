@@ -17,6 +17,8 @@ def wait(condition: Callable[[], bool] = lambda: False) -> None:
 
 def show() -> int:
     print("[Gloo] Rank 0 is connected to 5 peer ranks. Expected number of connected peer ranks is : 5")
+    print("[Gloo] Rank 3[Gloo] Rank 2 is connected to 5 peer ranks. Expected number of connected peer ranks is : 5")
+    print(" is connected to 5 peer ranks. Expected number of connected peer ranks is : 5")  # the threads do not wait
     print(f"I am {INDEX} of {os.environ.get('TINYPOD_NUM_PROCESSES')}: ✓ [bold]")
     print("to stderr", file=sys.stderr)
     print("no end of line", end="")

@@ -29,7 +29,8 @@ from tinypod.errors import EXPLAINED, FINISHED
 from tinypod.runs.terminal import say
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
-NOISE = re.compile(rb"\[Gloo\] Rank \d+ is connected to ")  # a line for every device, from C++; the log files keep it
+# A line for every device, from threads in C++ that do not wait for each other's end; the log files keep it.
+NOISE = re.compile(rb"^\[Gloo\] Rank \d| is connected to \d+ peer ranks")
 
 
 @dataclass(eq=False)
@@ -276,7 +277,7 @@ def _write_log(child: Child, data: bytes) -> None:
 
 
 def _show(child: Child, line: bytes, output: Console) -> None:
-    if not NOISE.match(line):
+    if not NOISE.search(line):
         prefix = Text(child.prefix, style=COLOURS[child.index % len(COLOURS)])
         output.print(prefix + Text(line.decode(errors="replace")), soft_wrap=True)
 
