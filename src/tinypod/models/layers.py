@@ -97,3 +97,15 @@ def attention(params: dict[str, Array], x_BTD: Array, rope: tuple[Array, Array] 
         q_BTNH, k_BTNH = rotate(q_BTNH, *rope), rotate(k_BTNH, *rope)
     y_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BTNH, v_BTNH)
     return jnp.einsum("btnh,nhd->btd", y_BTNH, params["out"].astype(x_BTD.dtype))
+
+
+def scaled_rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
+    """With a learned scale for each channel, in float32."""
+    x32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + epsilon)
+    return (x32 * scale * weight.reshape((1,) * (x.ndim - 1) + weight.shape)).astype(x.dtype)
+
+
+def causal_attention(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array) -> Array:
+    """Each position to itself and those before it; groups of query heads share a key head."""
+    return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True)

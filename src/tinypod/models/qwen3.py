@@ -1,0 +1,217 @@
+"""Dense Qwen3 (arXiv 2505.09388) as functions over a nested dict. Any of its linear layers may be low-bit, or carry
+LoRA.
+
+    embed [V, D]                             tokens; also the head where it is tied
+    layers.attention.{q,k,v,o}, layers.mlp.{gate,up,down}   linear leaves, stacked over the layers
+    layers.attention.{q_norm,k_norm} [n, H], layers.{attention_norm,mlp_norm} [n, D], norm [D]
+    head [D, V]                              absent where it is tied
+
+A linear leaf is a dict: `weight` [n, *in, *out], or what `low_bit` says, and perhaps what `lora` says.
+
+Shape letters: B batch, T positions, D width, N query heads, K key and value heads, H width of a head, F inner width of
+an MLP, V vocabulary, n layers.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+from pydantic import PositiveFloat, PositiveInt, model_validator
+
+from tinypod.config import Config
+from tinypod.models import layers, lora, low_bit
+from tinypod.models.lora import Lora
+from tinypod.models.low_bit import LowBit, Preset
+from tinypod.sharding import Gather, Rules
+
+Params = dict[str, Any]
+
+# Each linear layer: its group, and the letters of its inputs and outputs.
+LINEARS: dict[str, tuple[str, str, str]] = {
+    "q": ("attention", "D", "NH"),
+    "k": ("attention", "D", "KH"),
+    "v": ("attention", "D", "KH"),
+    "o": ("attention", "NH", "D"),
+    "gate": ("mlp", "D", "F"),
+    "up": ("mlp", "D", "F"),
+    "down": ("mlp", "F", "D"),
+}
+_AXES = {"D": "fsdp", "N": "tensor", "K": "tensor", "F": "tensor", "H": None}  # that split a dimension
+
+
+class Qwen3Config(Config):
+    kind: Literal["qwen3"] = "qwen3"
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    num_layers: PositiveInt
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: PositiveInt
+    mlp_size: PositiveInt
+    rope_theta: PositiveFloat = 1e6
+    norm_eps: PositiveFloat = 1e-6
+    tied: bool = True  # the head is the embedding
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # of the forward pass
+    weight_dtype: Literal["float32", "bfloat16"] = "float32"  # of plain weights; bfloat16 only where they are frozen
+    remat: bool = False  # recompute each layer's activations in the backward pass
+    low_bit: Preset | LowBit | None = None
+    lora: Lora | None = None
+
+    @model_validator(mode="after")
+    def _shapes_fit(self) -> "Qwen3Config":
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even for RoPE")
+        return self
+
+    @property
+    def quantisation(self) -> LowBit | None:
+        return low_bit.PRESETS[self.low_bit] if isinstance(self.low_bit, str) else self.low_bit
+
+    def sizes(self, letters: str) -> tuple[int, ...]:
+        known = {"D": self.hidden_size, "N": self.num_heads, "K": self.num_kv_heads, "H": self.head_dim}
+        return tuple((known | {"F": self.mlp_size})[letter] for letter in letters)
+
+    def bits(self, name: str) -> int:
+        assert self.quantisation is not None
+        return self.quantisation.mlp_bits if LINEARS[name][0] == "mlp" else self.quantisation.attention_bits
+
+    def rank(self, name: str) -> int:
+        assert self.quantisation is not None
+        return self.quantisation.mlp_rank if LINEARS[name][0] == "mlp" else self.quantisation.attention_rank
+
+
+def init(config: Qwen3Config, key: Array) -> Params:
+    D, H, n = config.hidden_size, config.head_dim, config.num_layers
+    keys = dict(zip(("embed", "head", *LINEARS), jax.random.split(key, 2 + len(LINEARS)), strict=True))
+    stacked: Params = {
+        "attention": {"q_norm": jnp.ones((n, H)), "k_norm": jnp.ones((n, H))},
+        "attention_norm": jnp.ones((n, D)),
+        "mlp": {},
+        "mlp_norm": jnp.ones((n, D)),
+    }
+    for name, (group, *_) in LINEARS.items():
+        stacked[group][name] = init_linear(config, name, keys[name])
+    params: Params = {
+        "embed": layers.truncated_normal(keys["embed"], (config.vocab_size, D), 0.02).astype(config.weight_dtype),
+        "layers": stacked,
+        "norm": jnp.ones(D),
+    }
+    if not config.tied:
+        head = layers.truncated_normal(keys["head"], (D, config.vocab_size), 0.02)
+        params["head"] = head.astype(config.weight_dtype)
+    return params
+
+
+def init_linear(config: Qwen3Config, name: str, key: Array) -> dict[str, Array]:
+    inputs, outputs = (config.sizes(letters) for letters in LINEARS[name][1:])
+    weight_key, lora_key = jax.random.split(key)
+    leaf: dict[str, Array] = {}
+    if config.quantisation is not None:
+        leaf |= low_bit.init(weight_key, config.num_layers, inputs, outputs, config.bits(name), config.rank(name))
+    else:
+        std = 1 / math.sqrt(math.prod(inputs))
+        weight = layers.truncated_normal(weight_key, (config.num_layers, *inputs, *outputs), std)
+        leaf["weight"] = weight.astype(config.weight_dtype)
+    if config.lora is not None and name in config.lora.targets:
+        leaf |= lora.init(lora_key, config.num_layers, inputs, outputs, config.lora.rank)
+    return leaf
+
+
+def sharding_rules(config: Qwen3Config) -> Rules:
+    rules: list[tuple[str, PartitionSpec]] = [
+        # Not split over the vocabulary: XLA's partitioner aborts on look-ups in it beside a `data` axis taken apart.
+        (r"embed", PartitionSpec(None, "fsdp")),
+        (r"(layers\..*_norm|norm)", PartitionSpec()),
+    ]
+    if not config.tied:
+        rules.append((r"head", PartitionSpec("fsdp")))
+    for name, (group, inputs, outputs) in LINEARS.items():
+        into, out = ([_AXES[letter] for letter in letters] for letters in (inputs, outputs))
+        leaf = rf"layers\.{group}\.{name}\."
+        if config.quantisation is None:
+            rules.append((leaf + "weight", PartitionSpec(None, *into, *out)))
+        else:
+            rules.append((leaf + "index", PartitionSpec(None, *into, *out)))
+            rules += [(leaf + "A", PartitionSpec(None, *out)), (leaf + "B", PartitionSpec(None, None, *into))]
+            rules.append((leaf + "g", PartitionSpec()))
+        if config.lora is not None and name in config.lora.targets:
+            rules += [
+                (leaf + "lora_A", PartitionSpec(None, *into)),
+                (leaf + "lora_B", PartitionSpec(None, None, *out)),
+            ]
+    return rules
+
+
+def weight_of(config: Qwen3Config, name: str, leaf: dict[str, Array]) -> Array:
+    """The effective weight of one layer, without its adapter: [*in, *out]."""
+    return low_bit.effective(leaf, config.bits(name)) if low_bit.is_low_bit(leaf) else leaf["weight"]
+
+
+def linear(config: Qwen3Config, name: str, leaf: dict[str, Array], x: Array) -> Array:
+    """x [..., *in] -> [..., *out]."""
+    y = jnp.tensordot(x, weight_of(config, name, leaf).astype(x.dtype), axes=len(LINEARS[name][1]))
+    if "lora_A" in leaf:
+        assert config.lora is not None
+        y = y + lora.apply(leaf, x, config.lora.scale).astype(y.dtype)
+    return y
+
+
+def make_block(config: Qwen3Config, num_positions: int, gather: Gather | None) -> Callable[[Array, Params], Array]:
+    """One layer of the stack."""
+    rope = layers.rope_tables(num_positions, config.head_dim, config.rope_theta)
+
+    def block(x_BTD: Array, layer: Params) -> Array:
+        if gather is not None:
+            layer = gather("layers", layer)
+        attention, mlp = layer["attention"], layer["mlp"]
+
+        def project(name: str, x: Array) -> Array:
+            return linear(config, name, (attention | mlp)[name], x)
+
+        def norm(x: Array, weight: Array) -> Array:
+            return layers.scaled_rms_norm(x, weight, config.norm_eps)
+
+        h_BTD = norm(x_BTD, layer["attention_norm"])
+        q_BTNH = layers.rotate(norm(project("q", h_BTD), attention["q_norm"]), *rope)
+        k_BTKH = layers.rotate(norm(project("k", h_BTD), attention["k_norm"]), *rope)
+        y_BTNH = layers.causal_attention(q_BTNH, k_BTKH, project("v", h_BTD))
+        x_BTD = x_BTD + project("o", y_BTNH)
+        h_BTD = norm(x_BTD, layer["mlp_norm"])
+        inner_BTF = jax.nn.silu(project("gate", h_BTD)) * project("up", h_BTD)
+        return x_BTD + project("down", inner_BTF)
+
+    return jax.checkpoint(block) if config.remat else block
+
+
+def apply(config: Qwen3Config, params: Params, tokens_BT: Array, gather: Gather | None = None) -> Array:
+    """The last hidden states [B, T, D], normalised: what the head takes."""
+    embed_VD = params["embed"] if gather is None else gather("embed", params["embed"])
+    block = make_block(config, tokens_BT.shape[1], gather)
+    x_BTD = embed_VD[tokens_BT].astype(config.dtype)
+    x_BTD = jax.lax.scan(lambda x, layer: (block(x, layer), None), x_BTD, params["layers"])[0]
+    return layers.scaled_rms_norm(x_BTD, params["norm"], config.norm_eps)
+
+
+def head(config: Qwen3Config, params: Params, gather: Gather | None = None) -> Callable[[Array], Array]:
+    """hidden [..., D] -> float32 logits [..., V]; the weights are made whole once."""
+    name = "embed" if config.tied else "head"
+    weight = params[name] if gather is None else gather(name, params[name])
+    weight = (weight.T if config.tied else weight).astype(config.dtype)
+    return lambda hidden: jnp.matmul(hidden, weight, preferred_element_type=jnp.float32)
+
+
+def count_matmul_flops(config: Qwen3Config, length: int, *, training: bool, trains_weights: bool = True) -> int:
+    """Of one sequence: matrix products, nothing recomputed. Frozen weights need no gradient of their own, so that their
+    backward pass costs one product instead of two."""
+    linears = sum(math.prod(config.sizes(LINEARS[name][1] + LINEARS[name][2])) for name in LINEARS)
+    scores = config.num_heads * config.head_dim * length  # q·k, and the same for the values; half is masked
+    head = config.hidden_size * config.vocab_size
+    times = (3 if trains_weights else 2) if training else 1
+    products = times * (config.num_layers * linears + head) + (3 if training else 1) * config.num_layers * scores
+    return 2 * length * products
