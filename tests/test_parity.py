@@ -101,7 +101,11 @@ def close(actual, expected, tolerance: float, name: str) -> None:
     assert error <= tolerance, f"{name}: relative error {error:.2e} > {tolerance:.0e}"
 
 
-@pytest.mark.parametrize("form", [{}, {"remat": True}, {"unroll": True}], ids=["scan", "remat", "unrolled"])
+@pytest.mark.parametrize(
+    "form",
+    [{}, pytest.param({"remat": True}, marks=pytest.mark.slow), {"unroll": True}],
+    ids=["scan", "remat", "unrolled"],
+)
 @pytest.mark.parametrize("name", ["trm_mlp", "trm_attention"])
 def test_each_step_equals_the_authors(name: str, form: dict[str, bool]) -> None:
     golden = Golden(name)

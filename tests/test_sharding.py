@@ -84,7 +84,14 @@ def test_tensor_and_fsdp_stay_inside_a_host() -> None:
 
 
 @pytest.mark.parametrize("mixing", ["mlp", "attention"])
-@pytest.mark.parametrize("mesh", ["{data: 2, fsdp: 2, tensor: 2}", "{data: 1, fsdp: 8}", "{data: 2, tensor: 4}"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "{data: 2, fsdp: 2, tensor: 2}",
+        pytest.param("{data: 1, fsdp: 8}", marks=pytest.mark.slow),
+        pytest.param("{data: 2, tensor: 4}", marks=pytest.mark.slow),
+    ],
+)
 def test_any_mesh_gives_what_one_device_gives(data: Path, mixing: str, mesh: str) -> None:
     one, one_sums = run(data, MIXING[mixing])
     many, many_sums = run(data, MIXING[mixing], f"mesh={mesh}", devices=8)

@@ -117,7 +117,7 @@ def test_frozen_groups_do_not_move_and_all_others_do(data: Path) -> None:
     assert set(after.ema) == {"embed", "layers", "head", "q_head"}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_short_dtypes_keep_float32_weights_and_train(data: Path, dtype: str) -> None:
     state, sums = run(data, f"model.dtype={dtype}", "optimizer.learning_rate=4e-3", steps=40)
     assert {x.dtype for x in jax.tree.leaves((state.params, state.opt_state, state.ema))} <= {
@@ -269,6 +269,7 @@ def test_settings_are_arguments_of_one_program(data: Path) -> None:
     assert base.init_state._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_a_run_axis_can_be_added_over_the_settings(data: Path) -> None:
     """Two runs in one program, by vmap over state and settings, are the two runs alone."""
     runs = [experiment.build(tiny_config(data, *o), jax.devices()[:1]) for o in ((), ("seed=3", "ema_decay=0.5"))]

@@ -132,6 +132,7 @@ def build(config: Any, text: bytes, gather: Any) -> Task:
         varied={},
         frozen=(r"layers\.scale",),
         tables=(),
+        scaled=(),
         abstract_feed=abstract_feed,
         open_feed=lambda mesh: HostFeed(mesh, batch_size, read),
         open_evaluation=lambda split: Evaluation(
@@ -151,4 +152,4 @@ def build(config: Any, text: bytes, gather: Any) -> Task:
     )
 
 
-KIND = TaskKind(NextByte, Text, TwoLayers, open_text, build)
+KIND = TaskKind(NextByte, Text, TwoLayers, open_text, build, changeable=())

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from tinypod.config import Config
 from tinypod.errors import ConfigError, DeviceError
@@ -39,6 +39,7 @@ class MeshConfig(Config):
     data: AxisSize = -1
     fsdp: AxisSize = 1
     tensor: AxisSize = 1
+    devices: PositiveInt | None = None  # use the first so many of those there are; null: all
 
     @model_validator(mode="after")
     def _one_is_free(self) -> "MeshConfig":
@@ -50,7 +51,10 @@ class MeshConfig(Config):
         return self
 
     def shape(self, num_devices: int) -> tuple[int, ...]:
-        """Sizes of the axes on so many devices."""
+        """Sizes of the axes where there are so many devices."""
+        if self.devices is not None and self.devices > num_devices:
+            raise ConfigError(f"mesh.devices={self.devices}: there are only {num_devices}")
+        num_devices = self.devices or num_devices
         sizes = [getattr(self, axis) for axis in AXES]
         written = " × ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
         fixed = math.prod(size for size in sizes if size != -1)
@@ -82,7 +86,14 @@ def all_devices() -> list[Any]:
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     found = list(all_devices() if devices is None else devices)
     ordered = sorted(found, key=lambda device: (device.process_index, device.id))
-    return Mesh(np.asarray(ordered).reshape(config.shape(len(ordered))), AXES)
+    shape = config.shape(len(ordered))
+    used = ordered[: math.prod(shape)]
+    if idle := {device.process_index for device in ordered} - {device.process_index for device in used}:
+        raise ConfigError(
+            f"mesh.devices={config.devices} leaves process {min(idle)} without a device; start fewer processes, or "
+            "take more devices"
+        )
+    return Mesh(np.asarray(used).reshape(shape), AXES)
 
 
 def describe_mesh(sizes: Mapping[str, int]) -> str:

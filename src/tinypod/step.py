@@ -12,6 +12,7 @@ float32. The partitioner, left alone, adds them at every use of a weight: in bfl
 A step whose loss or gradients are not finite changes nothing but the step's number, and is counted in `sums`.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from tinypod.errors import UserError
 from tinypod.optim import Optimizer, RowGradients, update_rows
+from tinypod.sharding import path_of
 from tinypod.tasks.task import Draw, Task, Tree, is_trained, merge, root_key, select
 
 
@@ -102,6 +104,7 @@ def make_train_step(
     ) -> TrainState:
         trained, values = select_trained(task, state.params), settings.optimizer
         updates, opt_state = optimizer.update(grads, state.opt_state, trained, values, share)
+        updates = _scale_updates(task, updates, settings.task)
         trained = optax.apply_updates(trained, updates)
         table_rate = values["table_learning_rate"] * share
         tables = {
@@ -132,6 +135,18 @@ def make_train_step(
         return kept._replace(step=state.step + 1), sums | facts
 
     return train_step
+
+
+def _scale_updates(task: Task, updates: Tree, varied: dict[str, Array]) -> Tree:
+    """What is not to move now has a factor of 0: an argument of the program, so that changing it compiles nothing."""
+
+    def scale(key_path: tuple[Any, ...], update: Array) -> Array:
+        path = path_of(key_path)
+        for factor in (varied[name] for pattern, name in task.scaled if re.fullmatch(pattern, path)):
+            update = update * factor
+        return update
+
+    return jax.tree_util.tree_map_with_path(scale, updates)
 
 
 def _make_differentiate(task: Task, accumulation: int) -> Callable[..., tuple[Tree, ...]]:

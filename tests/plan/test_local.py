@@ -133,6 +133,7 @@ def test_measuring_runs_steps(data: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert made.ratio == pytest.approx(made.prediction.step_s / made.measured_s)
 
 
+@pytest.mark.slow
 def test_the_command_plans_a_dataset_that_is_not_there(tmp_path: Path) -> None:
     overrides = [*TINY, f"data.path={tmp_path}/nothing", "data.expected={kind: sudoku, box: [2, 2], rows: 50}"]
     config = str(CONFIGS / "trm" / "sudoku_mlp.yaml")

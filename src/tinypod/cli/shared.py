@@ -16,7 +16,9 @@ app = typer.Typer(
 data_app = typer.Typer(no_args_is_help=True, help="Build, generate and import datasets.")
 weights_app = typer.Typer(no_args_is_help=True, help="PyTorch weights in and out.")
 runs_app = typer.Typer(no_args_is_help=True, help="Look at runs.")
+cache_app = typer.Typer(no_args_is_help=True, help="Blocks of text, and what a teacher says of them.")
 app.add_typer(data_app, name="data")
+app.add_typer(cache_app, name="cache")
 app.add_typer(weights_app, name="weights")
 app.add_typer(runs_app, name="runs")
 

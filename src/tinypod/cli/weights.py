@@ -1,7 +1,7 @@
 """`tinypod weights`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -13,30 +13,46 @@ from tinypod.runs.terminal import say
 @weights_app.command("export")
 def weights_export(
     run: shared.RunFolder,
-    out: Annotated[Path, typer.Argument(help="The PyTorch file to write.")],
+    out: Annotated[Path, typer.Argument(help="The PyTorch file to write; of a language model, the folder.")],
     checkpoint: shared.CheckpointOption = "best",
     weights: shared.WeightsOption = None,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of a language model's weights.")] = "bfloat16",
 ) -> None:
-    """Write a run's weights as the TRM authors' PyTorch state dict."""
+    """Write a run's weights for other programs: the TRM authors' state dict, or a Hugging Face folder.
+
+    Of a language model the effective weights are written: low-bit ones as floats, adapters merged.
+    """
     from tinypod.runs.folder import open_run
     from tinypod.runs.load import load_weights
-    from tinypod.weights import authors
+    from tinypod.weights.exporting import write_weights
 
     loaded = load_weights(open_run(run), [], checkpoint, weights)
-    authors.write_state_dict(out, authors.to_state_dict(loaded.params))
+    write_weights(out, loaded.experiment.config.model, loaded.params, dtype)
     say(console, f"wrote {out}: step {loaded.step:,}, {loaded.weights} weights")
 
 
 @weights_app.command("import")
 def weights_import(
-    weights_file: Annotated[Path, typer.Argument(metavar="WEIGHTS", help="The authors' state dict, a PyTorch file.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="WEIGHTS", help="The TRM authors' PyTorch file; for a language model, its folder, or another run."
+        ),
+    ],
     config: Annotated[str, typer.Argument(help="The config of that model.")],
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run folder to make, local or gs://.")],
     overrides: shared.Overrides = None,
 ) -> None:
-    """Make a run folder from the TRM authors' PyTorch weights, to evaluate, solve with, or train further."""
+    """Make a run folder from weights, to evaluate, solve with, or train further.
+
+    A language model takes the form that the config gives it: with `model.low_bit` its weights are quantised, with
+    `model.lora` it gets adapters, without them the source's are merged.
+    """
     from tinypod.runs.folder import open_run
     from tinypod.weights.importing import create_run
 
-    create_run(open_run(run), load_config(config, overrides), weights_file)
-    say(console, f"{run}: a run at step 0 with the weights of {weights_file}")
+    errors = create_run(open_run(run), load_config(config, overrides), source)
+    say(console, f"{run}: a run at step 0 with the weights of {source}")
+    if errors:
+        listed = ", ".join(f"{name} {error:.4f}" for name, error in errors.items())
+        say(console, f"relative error of the weights as quantised: {listed}")

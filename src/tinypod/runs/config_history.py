@@ -14,13 +14,15 @@ from tinypod.errors import ConfigError
 from tinypod.experiment import ExperimentConfig
 from tinypod.runs.folder import CONFIG, Run, read_config
 from tinypod.runs.storage import replace_file
+from tinypod.tasks import KINDS
 
 CHANGES = "config_changes.jsonl"
 # Where and how it runs, what it reports and keeps: the steps stay the same.
-_BESIDE = r"mesh\..*|compile_cache|health\..*|log\..*|checkpoint\..*|eval\..*|nonfinite\..*|data\.(path|expected.*)"
+_BESIDE = r"mesh\..*|compile_cache|health\..*|log\..*|checkpoint\..*|eval\..*|nonfinite\..*|data\.path"
 _BESIDE += r"|accumulation|model\.(remat|unroll)"
-# What steps yet to come may be trained with. Whatever else differs makes another model, or other batches.
-_FROM_NOW_ON = r"steps|ema_decay|optimizer\.(?!kind|batch_scaling).*|task\.(halting\.exploration|q_loss_weight)"
+# What steps yet to come may be trained with, besides what the task says. Whatever else differs makes another model, or
+# other batches.
+_FROM_NOW_ON = r"steps|ema_decay|optimizer\.(?!kind|batch_scaling).*"
 
 
 def check_config(run: Run, config: ExperimentConfig, step: int, finished: bool) -> list[str]:
@@ -35,7 +37,8 @@ def check_config(run: Run, config: ExperimentConfig, step: int, finished: bool) 
     if finished:
         refused, why = [line for line in changed if not _matches(_BESIDE, line)], f"it is finished, at step {step:,}"
     else:
-        refused = [line for line in changed if step and not _matches(f"{_BESIDE}|{_FROM_NOW_ON}", line)]
+        allowed = "|".join([_BESIDE, _FROM_NOW_ON, *KINDS[config.task.kind].changeable])
+        refused = [line for line in changed if step and not _matches(allowed, line)]
         why = "that would make another model, or train it on other batches"
     if refused:
         shown = "".join(f"\n  {line}" for line in refused)

@@ -18,11 +18,12 @@ def scores_table(title: str, task: Task, scores: Mapping[str, float]) -> Table:
     table = Table(title=Text(title), title_justify="left")
     parts = [name.removeprefix("count/") for name in scores if name.startswith("count/")]
     table.add_column("source")
-    for name in (task.unit, *(metric.label for metric in task.headline)):
+    headline = [metric for metric in task.headline if metric.name in scores]
+    for name in (task.unit, *(metric.label for metric in headline)):
         table.add_column(name, justify="right")
     for part in [*parts, None]:
         end = f"/{part}" if part else ""
-        values = (metric.show(scores[metric.name + end]) for metric in task.headline)
+        values = (metric.show(scores[metric.name + end]) for metric in headline)
         table.add_row(Text(part or "all"), f"{scores['count' + end]:,.0f}", *values)
     return table
 

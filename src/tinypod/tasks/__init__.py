@@ -14,7 +14,7 @@ from tinypod.config import Config
 from tinypod.errors import ConfigError
 from tinypod.tasks.task import TaskKind
 
-MODULES = ("tinypod.tasks.puzzle",)
+MODULES = ("tinypod.tasks.puzzle", "tinypod.tasks.distill")
 
 
 def _read_kinds() -> dict[str, TaskKind]:

@@ -119,6 +119,7 @@ def build_task(config: Any, opened: Opened, gather: Gather | None = None) -> Tas
         varied={"exploration": config.task.halting.exploration, "q_loss_weight": config.task.q_loss_weight},
         frozen=(r"z_init\..*",),
         tables=(TABLE,) if has_table else (),
+        scaled=(),
         abstract_feed=lambda mesh: abstract_arrays(opened, config.data.train_split, mesh),
         open_feed=lambda mesh: ResidentFeed(mesh, device_arrays(puzzles.read_split(*opened, config.data.train_split))),
         open_evaluation=open_evaluation,
@@ -158,7 +159,14 @@ def abstract_arrays(opened: Opened, name: str, mesh: Mesh | AbstractMesh) -> dic
     return {key: jax.ShapeDtypeStruct(*value, sharding=replicated(mesh)) for key, value in shapes.items()}
 
 
-KIND = TaskKind(PuzzleTaskConfig, PuzzleDataConfig, trm.TrmConfig, open_data, build_task)
+KIND = TaskKind(
+    PuzzleTaskConfig,
+    PuzzleDataConfig,
+    trm.TrmConfig,
+    open_data,
+    build_task,
+    changeable=(r"task\.(halting\.exploration|q_loss_weight)", r"data\.expected.*"),
+)
 
 
 def make_loss(config: PuzzleTaskConfig, model: trm.TrmConfig, gather: Gather | None) -> Callable[..., Any]:

@@ -80,6 +80,7 @@ class Task:
     varied: Mapping[str, float]
     frozen: tuple[str, ...]  # patterns of parameter paths that are never updated
     tables: tuple[str, ...]  # top-level parameters that are updated only in the rows that a batch looks up
+    scaled: tuple[tuple[str, str], ...]  # patterns of paths, and which of `varied` their updates are multiplied by
 
     abstract_feed: Callable[
         [Mesh | AbstractMesh], Tree
@@ -110,6 +111,7 @@ class TaskKind(NamedTuple):
     model: type[Config]
     open: Callable[[Any, bool, Console | None], Any]
     build: Callable[[Any, Any, Gather | None], Task]
+    changeable: tuple[str, ...]  # patterns of config keys that later steps of a run may be trained with
 
 
 def root_key(seed: Array | int, purpose: Literal["weights", "batches", "views"]) -> Array:

@@ -1,0 +1,186 @@
+"""`tinypod cache build`: text to blocks, and what a teacher makes of each of them.
+
+The text is cut into blocks first, and a shard is a stretch of them: which block is where depends on the text and the
+settings alone. `build.json` has those settings. A build that was cut off computes the shards that are not there yet,
+none twice; `manifest.json` comes last, and without it there is no cache.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from rich.console import Console
+
+from tinypod import sharding
+from tinypod.data import blocks, tokens
+from tinypod.errors import UserError
+from tinypod.models import qwen3
+from tinypod.runs.storage import replace_file
+from tinypod.runs.terminal import counting, say, size
+from tinypod.weights.language_model import LanguageModel
+
+SETTINGS = "build.json"
+
+
+class Settings(NamedTuple):
+    length: int = 1024
+    topk: int = 128
+    temperatures: tuple[float, ...] = (1.0, 2.0)
+    held_out: float = 0.02  # share of the blocks, at the end of the text
+    shard_blocks: int = 512
+    batch_size: int = 16
+    stretch: int = 256
+    field: str = "text"
+    seed: int = 0
+
+
+def build(
+    folder: Path,
+    texts: Sequence[Path],
+    tokenizer: str,
+    teacher: LanguageModel | None,
+    settings: Settings,
+    console: Console,
+) -> blocks.Manifest:
+    """A cache folder. Without a teacher: blocks alone, to train on labels."""
+    if (folder / blocks.MANIFEST).exists():
+        raise UserError(f"{folder} already holds a cache; remove it first or choose another folder")
+    arrays, vocab_size = _read_blocks(texts, tokenizer, settings)
+    known = None if teacher is None else _describe(teacher, settings)
+    count = len(arrays["input_ids"])
+    held_out = round(settings.held_out * count) or (1 if settings.held_out and count > 1 else 0)
+    spans = {"train": (0, count - held_out)} | ({"held_out": (count - held_out, count)} if held_out else {})
+    manifest = blocks.Manifest(
+        length=settings.length,
+        vocab_size=vocab_size,
+        tokenizer=tokenizer if tokenizer == tokens.BYTES else str(Path(tokenizer).absolute()),
+        origin=f"{len(texts)} file{'s' if len(texts) > 1 else ''}, {count * settings.length:,} tokens",
+        masked="mask" in arrays,
+        teacher=known,
+    )
+    _check_settings(folder, manifest, settings, arrays)
+    total = count * manifest.block_bytes()
+    sizes = ", ".join(f"{stop - start:,} {name}" for name, (start, stop) in spans.items())
+    say(console, f"{folder}: {count:,} blocks of {settings.length} tokens ({sizes}), {size(total)}")
+    ask = None if teacher is None else make_asker(teacher, settings)
+    splits: dict[str, list[blocks.Shard]] = {}
+    with counting(console, "blocks", count) as progress:
+        for name, span in spans.items():
+            splits[name] = [
+                _shard(folder, f"{name}_{number:05d}.safetensors", arrays, start, stop, ask, settings, progress)
+                for number, (start, stop) in enumerate(_cut(*span, settings.shard_blocks))
+            ]
+    manifest = manifest.model_copy(update={"splits": splits})
+    blocks.write_manifest(folder, manifest)
+    return manifest
+
+
+def _cut(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
+    for first in range(start, stop, width):
+        yield first, min(first + width, stop)
+
+
+def _read_blocks(texts: Sequence[Path], tokenizer: str, settings: Settings) -> tuple[dict[str, np.ndarray], int]:
+    """Documents in an order that the seed decides, so that the end of the text is a fair sample of it."""
+    encoder = tokens.Tokenizer(tokenizer)
+    documents = [document for path in texts for document in tokens.read_documents(path, settings.field)]
+    order = np.random.default_rng(settings.seed).permutation(len(documents))
+    return tokens.pack((documents[i] for i in order), encoder, settings.length), encoder.vocab_size
+
+
+def _describe(teacher: LanguageModel, settings: Settings) -> blocks.Teacher:
+    if settings.topk > teacher.config.vocab_size:
+        raise UserError(f"--topk {settings.topk}: the teacher has {teacher.config.vocab_size} tokens")
+    return blocks.Teacher(name=teacher.name, topk=settings.topk, temperatures=list(settings.temperatures))
+
+
+def _check_settings(folder: Path, manifest: blocks.Manifest, settings: Settings, arrays: dict[str, np.ndarray]) -> None:
+    """A build that goes on must be the same build."""
+    content = hashlib.sha256(b"".join(x.tobytes() for x in arrays.values())).hexdigest()
+    ours: dict[str, Any] = {"blocks": content, "manifest": manifest.model_dump(mode="json")}
+    ours |= {"held_out": settings.held_out, "shard_blocks": settings.shard_blocks}
+    path = folder / SETTINGS
+    if path.exists():
+        try:
+            theirs = json.loads(path.read_text())
+        except ValueError:
+            theirs = {}
+        different = [name for name in ours if theirs.get(name) != ours[name]]
+        if different:
+            raise UserError(
+                f"{folder} holds the beginning of another cache ({', '.join(different)} differ); build it with the "
+                "same text and settings, remove it, or choose another folder"
+            )
+        return
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty; choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(path, json.dumps(ours).encode(), durable=True)
+
+
+def _shard(
+    folder: Path,
+    file: str,
+    arrays: dict[str, np.ndarray],
+    start: int,
+    stop: int,
+    ask: Callable[[np.ndarray], dict[str, np.ndarray]] | None,
+    settings: Settings,
+    progress: Callable[[int], None],
+) -> blocks.Shard:
+    if (folder / file).exists():  # whole: it has its name only since it was
+        progress(stop - start)
+        return blocks.describe_shard(folder / file, file, stop - start)
+    found: list[dict[str, np.ndarray]] = []
+    for first, last in _cut(start, stop, settings.batch_size):
+        if ask is not None:
+            found.append(ask(arrays["input_ids"][first:last]))
+        progress(last - first)
+    taught = {name: np.concatenate([part[name] for part in found]) for name in found[0]} if found else {}
+    return blocks.write_shard(folder, file, {name: x[start:stop] for name, x in arrays.items()} | taught)
+
+
+def make_asker(teacher: LanguageModel, settings: Settings) -> Callable[[np.ndarray], dict[str, np.ndarray]]:
+    """Blocks [n, L], n up to the batch size, to the teacher's top-K and normalisers; one program for all of them."""
+    config, rows = teacher.config, sharding.over_batch(teacher.mesh)
+    shards = sharding.num_batch_shards(teacher.mesh)
+    batch_size = -(-settings.batch_size // shards) * shards
+    gather = sharding.make_gather(teacher.mesh, teacher.specs)
+
+    def answer(params: Any, ids_BL: Array) -> dict[str, Array]:
+        hidden = qwen3.apply(config, params, ids_BL, gather)[:, :-1]
+        head = qwen3.head(config, params, gather)
+        length = hidden.shape[1]
+        stretch = min(settings.stretch, length)
+        count = -(-length // stretch)
+        padded = jnp.pad(hidden, ((0, 0), (0, count * stretch - length), (0, 0)))
+        cut = jnp.swapaxes(padded.reshape(batch_size, count, stretch, -1), 0, 1)
+
+        def one(part: Array) -> dict[str, Array]:
+            logits = head(part)
+            values, indices = jax.lax.top_k(logits, settings.topk)
+            sums = [jax.nn.logsumexp(logits / t, axis=-1) for t in settings.temperatures]
+            limit = float(jnp.finfo(jnp.float16).max)
+            values = jnp.clip(values, -limit, limit).astype(jnp.float16)
+            return {"topk_idx": indices, "topk_logits": values, "logz": jnp.stack(sums, axis=-1)}
+
+        whole = jax.lax.map(one, cut)
+        return {
+            k: jnp.swapaxes(x, 0, 1).reshape(batch_size, count * stretch, *x.shape[3:])[:, :length]
+            for k, x in whole.items()
+        }
+
+    compiled = jax.jit(answer, out_shardings=sharding.replicated(teacher.mesh))
+
+    def ask(ids: np.ndarray) -> dict[str, np.ndarray]:
+        padded = np.pad(ids, ((0, batch_size - len(ids)), (0, 0)))
+        answers = jax.device_get(compiled(teacher.params, sharding.put(padded, rows)))
+        return {name: np.asarray(x)[: len(ids)] for name, x in answers.items()}
+
+    return ask

@@ -1,0 +1,49 @@
+"""What a cache holds, for a person."""
+
+from pathlib import Path
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tinypod.data import blocks, tokens
+from tinypod.runs.terminal import size
+
+SHOWN = 48  # tokens of the first block
+
+
+def render(folder: Path, manifest: blocks.Manifest) -> RenderableType:
+    table = Table(title=Text(str(folder)), title_justify="left", show_header=False)
+    for name, shards in manifest.splits.items():
+        count = manifest.count(name)
+        table.add_row(name, f"{count:,} blocks, {count * manifest.length:,} tokens, {len(shards)} files")
+    total = sum(manifest.count(name) for name in manifest.splits)
+    table.add_row("a block", f"{manifest.length} tokens, {size(manifest.block_bytes())}")
+    table.add_row("in all", size(total * manifest.block_bytes()))
+    table.add_row("tokenizer", Text(f"{manifest.tokenizer}, {manifest.vocab_size:,} tokens"))
+    table.add_row("from", Text(manifest.origin))
+    if manifest.teacher is None:
+        table.add_row("teacher", "none: for training on labels")
+        return table
+    temperatures = ", ".join(f"{one:g}" for one in manifest.teacher.temperatures)
+    table.add_row("teacher", Text(manifest.teacher.name))
+    table.add_row("of each position", f"the {manifest.teacher.topk} largest logits; normalisers at T = {temperatures}")
+    return Group(table, *_beginning(folder, manifest))
+
+
+def _beginning(folder: Path, manifest: blocks.Manifest) -> list[Text]:
+    """The first tokens of the first block, and how sure the teacher was of them."""
+    split = next(iter(manifest.splits))
+    first = blocks.Blocks(folder, manifest, split).read([0])
+    ids = first["input_ids"][0, :SHOWN]
+    inside = np.exp(first["topk_logits"][0].astype(np.float32) - first["logz"][0, :, :1])
+    right = first["topk_idx"][0, :, 0] == first["input_ids"][0, 1:]
+    text = tokens.Tokenizer(manifest.tokenizer).decode(ids.tolist())
+    return [
+        Text(f"begins: {text!r}"),
+        Text(
+            f"of its first block the teacher has {right.mean():.1%} right, and {inside.sum(axis=-1).mean():.2%} of its "
+            f"mass in the {inside.shape[-1]} that are kept"
+        ),
+    ]

@@ -1,0 +1,296 @@
+"""A language model trained on blocks of tokens: towards a teacher's cached logits, towards labels, or both.
+
+What is trained follows from the model: its adapters if it has any, else the factors of its low-bit weights, else all of
+it. The loss is a sum over tokens, divided by how many counted. A block's last token is predicted, its first is not.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import AbstractMesh, Mesh
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from rich.console import Console
+
+from tinypod.config import Config
+from tinypod.data import blocks
+from tinypod.data.tokens import Tokenizer, read_documents
+from tinypod.errors import ConfigError, DataError
+from tinypod.models import qwen3
+from tinypod.sharding import Gather, over_batch
+from tinypod.tasks.distill_losses import KD, row_sums
+from tinypod.tasks.feed import HostFeed
+from tinypod.tasks.task import Evaluation, Metric, Task, TaskKind
+
+TEXT = "text"  # the split that is a text file, read through a sliding window
+WITH_TEACHER = (
+    Metric("kd_loss", "KD loss", "min", ".4f"),
+    Metric("perplexity", "perplexity", "min", ".3f"),
+    Metric("agreement", "agrees", "max", ".2%"),
+)
+WITHOUT_TEACHER = (Metric("perplexity", "perplexity", "min", ".3f"), Metric("label_accuracy", "right", "max", ".2%"))
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Trained(Config):
+    """Factors of the updates, 0 for what is not to move now. Changing them for a later stage compiles nothing."""
+
+    mlp: Share = 1.0
+    attention: Share = 1.0
+    factors: Share = 1.0  # A and B of low-bit weights
+    magnitudes: Share = 1.0  # their g
+
+
+class DistillTaskConfig(Config):
+    kind: Literal["distill"] = "distill"
+    kd: KD = "tail"
+    temperature: PositiveFloat = 1.0
+    kd_weight: NonNegativeFloat = 1.0
+    top1_weight: NonNegativeFloat = 0.0  # cross-entropy with the teacher's most likely token
+    label_weight: NonNegativeFloat = 0.0  # cross-entropy with the text itself
+    train: Trained = Trained()
+    stretch: PositiveInt = 256  # positions whose logits are there at a time
+
+
+class BlocksDataConfig(Config):
+    kind: Literal["blocks"] = "blocks"
+    path: str  # a folder that `tinypod cache build` made
+    train_split: str = "train"
+    eval_split: str = "held_out"
+    text: str | None = None  # a file whose perplexity `tinypod eval --split text` measures
+    window: PositiveInt = 1024
+    stride: PositiveInt = 512  # tokens scored of each window: those that the one before it did not have
+    expected: blocks.ExpectedBlocks | None = None  # for `tinypod plan`, where there are none at `path` yet
+
+
+class Opened(NamedTuple):
+    folder: Path
+    manifest: blocks.Manifest
+
+
+def open_data(config: Any, planned: bool, console: Console | None) -> Opened:
+    data: BlocksDataConfig = config.data
+    folder, expected = Path(data.path), data.expected
+    if planned and expected is not None and not (folder / blocks.MANIFEST).exists():
+        made = expected.manifest(data.train_split, data.eval_split, config.model.vocab_size)
+        return Opened(folder, made)
+    try:
+        return Opened(folder, blocks.read_manifest(folder))
+    except DataError as error:
+        hint = "; or say what they will be, to plan without them: 'data.expected={length: 1024, topk: 128}'"
+        raise DataError(f"{error}{hint if planned else ''}") from None
+
+
+def frozen(model: qwen3.Qwen3Config) -> tuple[str, ...]:
+    if model.lora is not None:
+        return (r"(?!.*\.lora_[AB]$).*",)
+    return (r"(?!.*\.(A|B|g)$).*",) if model.quantisation is not None else ()
+
+
+# Parameters whose updates a setting multiplies.
+SCALED = (
+    (r"layers\.mlp\..*", "mlp"),
+    (r"layers\.attention\..*", "attention"),
+    (r".*\.[AB]", "factors"),
+    (r".*\.g", "magnitudes"),
+)
+
+
+def check(config: Any, opened: Opened) -> None:
+    task, model, manifest = config.task, config.model, opened.manifest
+    if manifest.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={model.vocab_size}: the tokens of {opened.folder} go up to {manifest.vocab_size}"
+        )
+    teacher = manifest.teacher
+    if teacher is None and (task.kd_weight or task.top1_weight):
+        raise ConfigError(
+            f"{opened.folder} has no teacher's logits: build it with --teacher, or train on the text alone: "
+            "task.kd_weight=0 task.top1_weight=0 task.label_weight=1"
+        )
+    if teacher is not None and task.kd == "tail" and task.temperature not in teacher.temperatures:
+        known = ", ".join(f"{one:g}" for one in teacher.temperatures)
+        raise ConfigError(
+            f"task.temperature={task.temperature:g}: {opened.folder} has the normalisers of {known}; choose one of "
+            "them, or build it with that --temperature"
+        )
+    if not (task.kd_weight or task.top1_weight or task.label_weight):
+        raise ConfigError("task: every weight of the loss is 0; set kd_weight, top1_weight or label_weight")
+    if model.weight_dtype != "float32" and not frozen(model):
+        raise ConfigError("model.weight_dtype=bfloat16 is for frozen weights: set model.lora or model.low_bit")
+
+
+def build_task(config: Any, opened: Opened, gather: Gather | None = None) -> Task:
+    check(config, opened)
+    model, task, data = config.model, config.task, config.data
+    manifest, batch_size = opened.manifest, config.batch_size
+    weights = {"kd_loss": "kd_weight", "top1_loss": "top1_weight", "label_loss": "label_weight"}
+
+    def sums_of(params: Any, batch: dict[str, Array]) -> dict[str, Array]:
+        known, mask = split_batch(manifest, task, batch)
+        hidden = qwen3.apply(model, params, batch["input_ids"], gather)[:, :-1]
+        return row_sums(hidden, qwen3.head(model, params, gather), known, mask, task.stretch, task.kd, task.temperature)
+
+    def loss(params: Any, table_rows: Any, carry: Any, batch: Any, varied: dict[str, Array]) -> Any:
+        sums = jax.tree.map(jnp.sum, sums_of(params, batch))
+        total = sum(varied[weight] * sums[name] for name, weight in weights.items() if name in sums)
+        return total, (carry, sums | {"loss": total, "weight": sums["tokens"]})
+
+    def score(params: Any, batch: dict[str, Array]) -> dict[str, Array]:
+        sums = sums_of(params, batch)
+        return {name: jnp.sum(x * batch["count"]) for name, x in sums.items()} | {"count": jnp.sum(batch["count"])}
+
+    def open_evaluation(split: str | None) -> Evaluation:
+        if split == TEXT:
+            return sliding_window(config, opened, gather)
+        held_out = blocks.Blocks(*opened, split or data.eval_split)
+        return Evaluation(len(held_out), lambda start, stop: held_out.read(range(start, stop)), score, evaluated)
+
+    def open_feed(mesh: Mesh) -> HostFeed:
+        return HostFeed(
+            mesh, batch_size, make_reader(blocks.Blocks(*opened, data.train_split), config.seed, batch_size)
+        )
+
+    def abstract_feed(mesh: Mesh | AbstractMesh) -> dict[str, jax.ShapeDtypeStruct]:
+        rows = over_batch(mesh)
+        shapes = manifest.shapes()
+        return {k: jax.ShapeDtypeStruct((batch_size, *s), d, sharding=rows) for k, (s, d) in shapes.items()}
+
+    def flops(training: bool) -> int:
+        trains_weights = model.lora is None
+        return qwen3.count_matmul_flops(model, manifest.length, training=training, trains_weights=trains_weights)
+
+    low = f", low-bit {model.low_bit}" if isinstance(model.low_bit, str) else ", low-bit" if model.low_bit else ""
+    adapters = f", LoRA of rank {model.lora.rank}" if model.lora else ""
+    return Task(
+        init_params=lambda key: qwen3.init(model, key),
+        init_carry=lambda params: {},
+        draw=lambda feed, draw, varied: feed,
+        begin=lambda params, carry, batch: carry,
+        lookup=lambda carry: {},
+        loss=loss,
+        rules=qwen3.sharding_rules(model),
+        varied={name: getattr(task, name) for name in weights.values()} | task.train.model_dump(),
+        frozen=frozen(model),
+        tables=(),
+        scaled=SCALED,
+        abstract_feed=abstract_feed,
+        open_feed=open_feed,
+        open_evaluation=open_evaluation,
+        fingerprint=fingerprint(manifest),
+        summarise=summarise,
+        headline=WITHOUT_TEACHER if manifest.teacher is None else WITH_TEACHER,
+        unit="blocks",
+        description=f"Qwen3{low}{adapters}, {model.dtype}, blocks of {manifest.length} tokens",
+        train_rows=manifest.count(data.train_split) if data.train_split in manifest.splits else 0,
+        held_out_rows=manifest.count(data.eval_split) if data.eval_split in manifest.splits else None,
+        flops=flops,
+    )
+
+
+def split_batch(manifest: blocks.Manifest, task: DistillTaskConfig, batch: dict[str, Array]) -> tuple[Any, Array]:
+    """What is known of each position but a block's last, and whether it counts."""
+    known = {"labels": batch["input_ids"][:, 1:]}
+    mask = batch.get("mask", jnp.ones_like(batch["input_ids"]))[:, 1:]
+    if manifest.teacher is not None and "topk_idx" in batch:
+        places = manifest.teacher.temperatures
+        at = places.index(task.temperature) if task.temperature in places else 0  # the renormalised loss needs none
+        known |= {"topk_idx": batch["topk_idx"], "topk_logits": batch["topk_logits"], "logz": batch["logz"][..., at]}
+    return known, mask
+
+
+def make_reader(split: blocks.Blocks, seed: int, batch_size: int) -> Any:
+    """Every block once an epoch, in an order that the seed decides, whatever hosts there are."""
+    if len(split) < batch_size:
+        raise ConfigError(f"batch_size={batch_size}: {split.folder} has only {len(split)} blocks to train on")
+    orders: dict[int, np.ndarray] = {}
+
+    def read(number: int, start: int, stop: int) -> Mapping[str, np.ndarray]:
+        places = np.arange(number * batch_size + start, number * batch_size + stop)
+        wanted = np.empty(len(places), np.int64)
+        for epoch in np.unique(places // len(split)):
+            if int(epoch) not in orders:
+                if len(orders) > 2:
+                    orders.clear()
+                orders[int(epoch)] = blocks.shuffled(seed, int(epoch), len(split))
+            of_epoch = places // len(split) == epoch
+            wanted[of_epoch] = orders[int(epoch)][places[of_epoch] % len(split)]
+        return split.read(wanted)
+
+    return read
+
+
+def summarise(sums: Mapping[str, float]) -> dict[str, float]:
+    """Means over the tokens that counted."""
+    names = [name for name in sums if name.endswith(("_loss", "accuracy")) or name in ("loss", "agreement")]
+    metrics = {name: float(sums[name] / sums["tokens"]) for name in names}
+    return metrics | {"perplexity": float(np.exp(min(metrics["label_loss"], 80.0)))}
+
+
+def evaluated(sums: Mapping[str, np.ndarray]) -> dict[str, float]:
+    return summarise({name: float(x) for name, x in sums.items()}) | {"count": float(sums["count"])}
+
+
+def fingerprint(manifest: blocks.Manifest) -> dict[str, str]:
+    return {
+        name: hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()
+        for name, shards in manifest.splits.items()
+    }
+
+
+def sliding_window(config: Any, opened: Opened, gather: Gather | None) -> Evaluation:
+    """Perplexity of a text file: windows that overlap, of each the tokens scored that the one before did not have."""
+    data, model, task = config.data, config.model, config.task
+    if data.text is None:
+        raise ConfigError("data.text: --split text needs a file, e.g. data.text=wiki.test.txt")
+    if data.stride > data.window:
+        raise ConfigError(
+            f"data.stride={data.stride} must be at most data.window={data.window}, or tokens are left out"
+        )
+    tokenizer = Tokenizer(opened.manifest.tokenizer)
+    tokens = np.asarray(
+        [
+            i
+            for document in read_documents(Path(data.text))
+            for part in document.parts
+            for i in tokenizer.encode(part[0])
+        ],
+        np.int32,
+    )
+    if len(tokens) < 2:
+        raise DataError(f"data.text={data.text}: no text in it")
+    # As if window k ended after (k + 1) strides; the first scores what it has but its first token.
+    ends = np.arange(data.stride, len(tokens) + data.stride, data.stride).clip(max=len(tokens))
+
+    def read(start: int, stop: int) -> dict[str, np.ndarray]:
+        ids = np.zeros((stop - start, data.window), np.int32)
+        mask = np.zeros((stop - start, data.window), np.uint8)
+        for row, end in enumerate(ends[start:stop]):
+            first = max(0, end - data.window)
+            new = max(1, int(ends[start + row - 1])) if start + row else 1
+            ids[row, : end - first] = tokens[first:end]
+            mask[row, new - first : end - first] = 1
+        return {"input_ids": ids, "mask": mask}
+
+    def score(params: Any, batch: dict[str, Array]) -> dict[str, Array]:
+        known, mask = {"labels": batch["input_ids"][:, 1:]}, batch["mask"][:, 1:]
+        hidden = qwen3.apply(model, params, batch["input_ids"], gather)[:, :-1]
+        sums = row_sums(hidden, qwen3.head(model, params, gather), known, mask, task.stretch, task.kd, 1.0)
+        return {name: jnp.sum(x * batch["count"]) for name, x in sums.items()} | {"count": jnp.sum(batch["count"])}
+
+    return Evaluation(len(ends), read, score, evaluated)
+
+
+KIND = TaskKind(
+    DistillTaskConfig,
+    BlocksDataConfig,
+    qwen3.Qwen3Config,
+    open_data,
+    build_task,
+    changeable=(r"task\.(kd_weight|top1_weight|label_weight|train\..*)", r"data\.(text|window|stride)"),
+)

@@ -1,0 +1,52 @@
+"""A language model by where it lies: a Hugging Face folder, or a run of ours, on the devices at hand."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from tinypod import sharding
+from tinypod.errors import UserError
+from tinypod.models import qwen3
+from tinypod.runs import storage
+from tinypod.runs.folder import CONFIG, open_run
+from tinypod.runs.load import load_weights
+from tinypod.weights import hugging_face
+
+
+class LanguageModel(NamedTuple):
+    name: str
+    config: qwen3.Qwen3Config
+    params: Any
+    mesh: Any
+    specs: Any
+
+
+def load(
+    source: str, *overrides: str, checkpoint: str = "best", mesh: sharding.MeshConfig | None = None
+) -> LanguageModel:
+    """`overrides` are keys of `model`, like dtype=float32."""
+    path = Path(source)
+    if (path / hugging_face.CONFIG).exists():
+        more = dict(override.split("=", 1) for override in overrides)
+        return _from_folder(path, more, mesh or sharding.MeshConfig())
+    if not storage.is_remote(source) and not (path / CONFIG).exists():
+        raise UserError(
+            f"{source}: expected a language model, in a run (it has no {CONFIG}) or in a Hugging Face folder (no "
+            f"{hugging_face.CONFIG})"
+        )
+    loaded = load_weights(open_run(source), [f"model.{override}" for override in overrides], checkpoint)
+    experiment = loaded.experiment
+    if not isinstance(experiment.config.model, qwen3.Qwen3Config):
+        raise UserError(f"{source} is a run of {experiment.config.model.kind!r}, not of a language model")
+    name = f"{source}, step {loaded.step}, {loaded.weights}"
+    return LanguageModel(name, experiment.config.model, loaded.params, experiment.mesh, experiment.specs)
+
+
+def _from_folder(folder: Path, more: dict[str, Any], layout: sharding.MeshConfig) -> LanguageModel:
+    config = hugging_face.read_model_config(folder, **more)
+    mesh = sharding.make_mesh(layout)
+    shapes = jax.eval_shape(lambda: qwen3.init(config, jax.random.key(0)))
+    specs = sharding.param_specs(qwen3.sharding_rules(config), shapes, mesh)
+    params = hugging_face.read_params(folder, config, shapes, sharding.named(mesh, specs))
+    return LanguageModel(str(folder), config, params, mesh, specs)
