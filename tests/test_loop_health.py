@@ -252,6 +252,7 @@ def test_steps_can_be_profiled(data: Path, tmp_path: Path) -> None:
     assert traces[0].stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_what_was_compiled_serves_the_next_start(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default, in the user's cache folder; two processes, one after the other."""
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")

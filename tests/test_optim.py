@@ -88,6 +88,7 @@ def test_adamw_is_optax_adamw_and_clipping_comes_first() -> None:
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=12), st.integers(0, 2**31 - 1))
+@pytest.mark.slow
 def test_rows_equal_a_dense_update_of_the_rows_present(ids: list[int], seed: int) -> None:
     random = np.random.default_rng(seed)
     table = random.normal(size=(7, 3)).astype(np.float32)

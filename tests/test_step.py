@@ -237,6 +237,7 @@ def test_a_batch_is_that_of_its_number(data: Path) -> None:
     assert len({x.tobytes() for x in drawn.values()}) == 3
 
 
+@pytest.mark.slow
 def test_settings_are_arguments_of_one_program(data: Path) -> None:
     """Seed, rates, decays, betas, warm-up, EMA decay and exploration: another value compiles nothing."""
     base = experiment.build(tiny_config(data), jax.devices()[:1])
@@ -295,6 +296,7 @@ def test_no_two_purposes_share_a_key(data: Path) -> None:
     assert len({np.asarray(key).tobytes() for key in keys}) == len(keys)
 
 
+@pytest.mark.slow
 def test_accumulation_splits_the_work_of_each_part_over_the_devices(data: Path) -> None:
     """Parts of neighbouring rows would lie on few devices and be computed by all."""
 

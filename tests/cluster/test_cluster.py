@@ -167,6 +167,7 @@ def test_a_sigterm_to_one_stops_all_at_one_step_and_loses_none(data: Path, tmp_p
     assert [row["step"] for row in rows(run_dir)] == list(range(1, last + 2))
 
 
+@pytest.mark.slow
 def test_a_process_that_is_frozen_is_named_by_the_others(data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     deadlines = ("health.step_timeout_s=20", "health.heartbeat_s=1")

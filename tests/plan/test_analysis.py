@@ -113,6 +113,7 @@ def test_the_state_is_donated_and_nothing_unwanted_is_in_the_step(data: Path) ->
     assert work.notes() == []
 
 
+@pytest.mark.slow
 def test_products_are_those_of_the_model(data: Path) -> None:
     built = built_for(data, "model.H_cycles=2", "model.L_cycles=2")
     found, _ = analysis.analyse(built)

@@ -250,6 +250,7 @@ def test_the_perplexity_of_a_text_is_that_of_overlapping_windows(teacher: Path, 
     assert found["perplexity"] == pytest.approx(np.exp(total / 149), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_an_export_has_the_effective_weights(teacher: Path, cache: Path, tmp_path: Path) -> None:
     config = make_config(cache, **FORMS["LoRA over low-bit"])
     create_run(Run(tmp_path / "run"), config, str(teacher / "run"))
