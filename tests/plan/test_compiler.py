@@ -1,5 +1,5 @@
-"""Every shipped config of puzzles, compiled by the TPU compiler for a slice that is not there; recursion is shortened, to take
-seconds. What must hold of every step: one reduction of gradients, no activations sent, the state donated."""
+"""Every shipped config of puzzles, compiled by the TPU compiler for a slice that is not there; recursion is shortened,
+to take seconds. What must hold of every step: one reduction of gradients, no activations sent, the state donated."""
 
 import ctypes
 import os
