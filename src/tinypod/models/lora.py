@@ -4,7 +4,6 @@ They stand in a linear leaf beside its weight, plain or low-bit: `lora_A` [..., 
 Gradients pass through the base: only its weights are constants, not its output.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -46,7 +45,3 @@ def apply(leaf: dict[str, Array], x: Array, scale: float) -> Array:
 def delta(leaf: dict[str, Array], scale: float) -> Array:
     """The same as a weight: [*in, *out]."""
     return scale * jnp.tensordot(leaf["lora_A"], leaf["lora_B"], axes=1)
-
-
-def num_weights(inputs: Sequence[int], outputs: Sequence[int], rank: int) -> int:
-    return rank * (math.prod(inputs) + math.prod(outputs))
