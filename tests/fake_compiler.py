@@ -8,6 +8,7 @@ from tinypod.plan import compiler as tpu_compiler
 from tinypod.plan.analysis import Analysis, Memory
 from tinypod.plan.hlo.program import Collective, Kernel, Program
 from tinypod.plan.slices import GIB
+from tinypod.sharding import AXES
 
 
 def install(monkeypatch: pytest.MonkeyPatch, cache: Path, **settings) -> "FakeCompiler":
@@ -38,7 +39,7 @@ class FakeCompiler:
         self.asked: list[tuple[str, int, int, bool]] = []
 
     def __call__(self, config, target, *, tick=None) -> Analysis:
-        sizes = dict(zip(("data", "fsdp", "tensor"), config.mesh.shape(target.devices), strict=True))
+        sizes = dict(zip(AXES, config.mesh.shape(target.devices), strict=True))
         shards = sizes["data"] * sizes["fsdp"]
         remat = config.model.remat
         self.asked.append((target.name, config.accumulation, sizes["fsdp"], remat))

@@ -15,6 +15,7 @@ LAYERS = [
     {"errors"},
     {"config", "runs.storage", "runs.terminal"},
     {"sharding", "optim"},
+    {"kernels"},
     {"models", "data"},
     {"tasks"},
     {"step", "evaluate"},

@@ -28,19 +28,20 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_axes_take_what_is_left() -> None:
-    assert MeshConfig().shape(8) == (8, 1, 1)
-    assert MeshConfig(fsdp=2, tensor=2).shape(8) == (2, 2, 2)
-    assert MeshConfig(data=2, fsdp=-1).shape(8) == (2, 4, 1)
+    assert MeshConfig().shape(8) == (8, 1, 1, 1)
+    assert MeshConfig(fsdp=2, tensor=2).shape(8) == (2, 1, 2, 2)
+    assert MeshConfig(data=2, pipeline=2, fsdp=-1).shape(8) == (2, 2, 2, 1)
 
 
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ("{fsdp: 3}", r"mesh: data=-1 × fsdp=3 × tensor=1 does not divide the 8 devices"),
-        ("{data: 4}", r"mesh: data=4 × fsdp=1 × tensor=1 makes 4 devices, but there are 8"),
+        ("{fsdp: 3}", r"mesh: data=-1 × pipeline=1 × fsdp=3 × tensor=1 does not divide the 8 devices"),
+        ("{data: 4}", r"mesh: data=4 × pipeline=1 × fsdp=1 × tensor=1 makes 4 devices, but there are 8"),
         ("{data: -1, fsdp: -1}", r"mesh: only one axis can be -1"),
         ("{tensor: 0}", r"mesh: an axis has at least 1 device"),
         ("{tensor: -2}", r"mesh\.tensor"),
+        ("{pipeline: 2}", r"mesh\.pipeline=2: a model of kind trm has no stages"),
         ("{tenor: 2}", r"mesh\.tenor.*tensor"),
         (
             "{tensor: 8}",
@@ -133,7 +134,7 @@ def test_evaluation_is_the_same_on_any_mesh(data: Path) -> None:
     scores = []
     for mesh in ("{data: 8}", "{data: 2, fsdp: 2, tensor: 2}"):
         built = experiment.build(tiny_config(data, f"mesh={mesh}"))
-        scores.append(Evaluator(built.task.open_evaluation(None), built.mesh, 8)(built.init().params))
+        scores.append(Evaluator(built.task.open_evaluation(None), built.mesh, built.specs, 8)(built.init().params))
     assert scores[0] == pytest.approx(scores[1])
     assert scores[0]["count"] == 21
 

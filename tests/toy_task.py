@@ -123,12 +123,14 @@ def build(config: Any, text: bytes, gather: Any) -> Task:
 
     return Task(
         init_params=lambda key: init(model.width, key),
+        prepare=lambda params: params,
         init_carry=lambda params: {},
         draw=lambda feed, draw, varied: feed,
         begin=lambda params, carry, batch: carry,
         lookup=lambda carry: {},
         loss=loss,
         rules=RULES,
+        prepared_rules=RULES,
         varied={},
         frozen=(r"layers\.scale",),
         tables=(),

@@ -19,12 +19,16 @@ QUEUED = 2  # batches that may wait on the device before the host does
 class Evaluator:
     """Scores parameters on one split."""
 
-    def __init__(self, evaluation: Evaluation, mesh: Mesh, batch_size: int, limit: int | None = None) -> None:
+    def __init__(
+        self, evaluation: Evaluation, mesh: Mesh, specs: Tree, batch_size: int, limit: int | None = None
+    ) -> None:
+        """`specs`: of the parameters."""
         self.evaluation, self.rows = evaluation, min(evaluation.rows, limit or evaluation.rows)
-        shards = sharding.num_batch_shards(mesh)
+        shards = sharding.num_batch_shards(mesh) * mesh.shape["pipeline"]
         self.batch_size = -(-min(batch_size, self.rows) // shards) * shards
         self._over_batch = sharding.over_batch(mesh)
-        self._score: Any = jax.jit(evaluation.score, out_shardings=sharding.replicated(mesh))
+        score = sharding.in_stages(mesh, specs, evaluation.score)
+        self._score: Any = jax.jit(score, out_shardings=sharding.replicated(mesh))
 
     def compile(self, params: Tree) -> None:
         """Ahead of the loop, in which nothing may compile. `params`: arrays, or their shapes with shardings."""

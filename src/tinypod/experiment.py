@@ -213,16 +213,17 @@ def build(
     kind = KINDS[config.task.kind]
     opened = kind.open(config, planned, console)
     mesh = sharding.make_mesh(config.mesh, devices)
-    task = kind.build(config, opened, None)
-    specs = sharding.param_specs(task.rules, jax.eval_shape(task.init_params, jax.random.key(0)), mesh)
-    gather = sharding.make_gather(mesh, specs)
-    if gather is not None:
-        task = kind.build(config, opened, gather)
+    task = kind.build(config, opened, sharding.ANYWHERE)
+    shapes = jax.eval_shape(task.init_params, jax.random.key(0))
+    specs = sharding.param_specs(task.rules, shapes, mesh)
+    prepared_specs = sharding.param_specs(task.prepared_rules, jax.eval_shape(task.prepare, shapes), mesh)
+    _check_stages(config, mesh, specs)
+    task = kind.build(config, opened, sharding.place(mesh, prepared_specs))
     optimizer = build_optimizer(config.optimizer, config.batch_size, config.steps)
     ema = config.ema_decay is not None
     settings = step.make_settings(task, optimizer, config.seed, config.ema_decay)
     init = step.make_init(task, optimizer, ema)
-    train_step = step.make_train_step(task, optimizer, config.accumulation, ema, mesh)
+    train_step = step.make_train_step(task, optimizer, config.accumulation, ema, mesh, specs)
     shardings = _state_shardings(jax.eval_shape(init, settings), specs, mesh)
     whole = sharding.replicated(mesh)
     experiment = Experiment(
@@ -248,7 +249,21 @@ def build(
 def describe_task(config: ExperimentConfig) -> Task:
     """The task of a config without devices, for plans: its functions that compute are not to be used."""
     kind = KINDS[config.task.kind]
-    return kind.build(config, kind.open(config, True, None), None)
+    return kind.build(config, kind.open(config, True, None), sharding.ANYWHERE)
+
+
+def _check_stages(config: ExperimentConfig, mesh: Mesh, specs: Any) -> None:
+    stages = mesh.shape["pipeline"]
+    if stages == 1:
+        return
+    staged = [spec for spec in jax.tree.leaves(sharding.stage_specs(specs), is_leaf=sharding.is_spec) if any(spec)]
+    if not staged:
+        raise ConfigError(f"mesh.pipeline={stages}: a model of kind {config.model.kind} has no stages; set it to 1")
+    if config.accumulation % stages:
+        raise ConfigError(
+            f"accumulation={config.accumulation}: the parts of a batch pass the {stages} stages of mesh.pipeline one "
+            f"after the other; choose a multiple of {stages}, and several times that to keep them busy"
+        )
 
 
 def _state_shardings(shapes: Any, specs: Any, mesh: Mesh) -> Any:

@@ -1,8 +1,9 @@
 """Where arrays lie: the mesh, and rules from a parameter's path to its split over the mesh.
 
-Three axes. The rows of a batch are split over `data` and `fsdp`; `fsdp` also splits weights, their optimizer state and
-their averages, which are made whole where a layer uses them; `tensor` splits heads and the inner width of MLPs. Devices
-are ordered host by host with `tensor` innermost, so that the axes that talk most stay inside a host.
+Four axes. The rows of a batch are split over `data` and `fsdp`; `fsdp` also splits weights, their optimizer state and
+their averages, which are made whole where a layer uses them; `tensor` splits heads and the inner width of MLPs;
+`pipeline` splits a stack of layers into stages, which the parts of a batch pass one after the other. Devices are
+ordered host by host with `tensor` innermost, so that the axes that talk most stay inside a host.
 
 A rule is `(pattern, PartitionSpec)`; the pattern must match a whole path (`layers.mlp.down`), the first match counts.
 Rules stand beside the model. A parameter without a rule, or a rule without a parameter, is an error.
@@ -12,7 +13,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -23,12 +24,33 @@ from pydantic import Field, PositiveInt, model_validator
 from tinypod.config import Config
 from tinypod.errors import ConfigError, DeviceError
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "pipeline", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")  # the axes that the rows of a batch are split over
 
 Rules = Sequence[tuple[str, PartitionSpec]]
 Tree = Any
 Gather = Callable[[str, Tree], Tree]  # (a top-level name of the parameters, all or one layer of it) -> the same, whole
+
+
+class Placement(NamedTuple):
+    """What a model is told of where it runs."""
+
+    mesh: Mesh | None = None
+    gather: Gather | None = None  # makes weights whole that lie split over `fsdp`
+
+    @property
+    def kernels(self) -> Literal["cudnn", "tpu"] | None:
+        """Those that its devices can run."""
+        if self.mesh is None:
+            return None
+        device = self.mesh.devices.flat[0]
+        if device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) >= 8:
+            return "cudnn"
+        return "tpu" if device.platform == "tpu" else None
+
+
+ANYWHERE = Placement()
+
 
 AxisSize = Annotated[int, Field(ge=-1)]
 
@@ -37,6 +59,7 @@ class MeshConfig(Config):
     """Devices along each axis; one of them may be -1: all that are left."""
 
     data: AxisSize = -1
+    pipeline: AxisSize = 1
     fsdp: AxisSize = 1
     tensor: AxisSize = 1
     devices: PositiveInt | None = None  # use the first so many of those there are; null: all
@@ -168,7 +191,7 @@ def axes_of(entry: Any) -> tuple[str, ...]:
 def specs_like(specs: Tree, tree: Tree) -> Tree:
     """Specs for a tree that holds copies of parameters at the end of longer paths (moments, averages): each takes its
     parameter's; anything else must be a scalar, and is replicated."""
-    by_path = {path_of(key): spec for key, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec)}
+    by_path = {path_of(key): spec for key, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)}
 
     def spec_of(key_path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
         path = path_of(key_path)
@@ -183,12 +206,12 @@ def specs_like(specs: Tree, tree: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(spec_of, tree)
 
 
-def _is_spec(x: Any) -> bool:
+def is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
 def named(mesh: Mesh, specs: Tree) -> Tree:
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
 
 
 def put(tree: Tree, shardings: Tree) -> Tree:
@@ -203,6 +226,25 @@ def put(tree: Tree, shardings: Tree) -> Tree:
     return jax.tree.map(place, tree, shardings)
 
 
+def constrain(x: Array, spec: PartitionSpec, mesh: Mesh | None = None) -> Array:
+    """`mesh` is not needed where an axis is already taken apart (step.py): there, JAX wants the mesh that says so."""
+    inside = jax.sharding.get_abstract_mesh()
+    found = mesh if inside.empty else inside
+    return x if found is None else jax.lax.with_sharding_constraint(x, NamedSharding(found, spec))
+
+
+def free_axes(mesh: Mesh | None) -> tuple[Any, list[str]]:
+    """The mesh as it is at this place of a program, and its axes of several devices that are not taken apart there."""
+    inside = jax.sharding.get_abstract_mesh()
+    found = mesh if inside.empty else inside
+    taken = () if inside.empty else inside.manual_axes
+    return found, [] if found is None else [axis for axis in AXES if found.shape[axis] > 1 and axis not in taken]
+
+
+def place(mesh: Mesh, specs: Tree) -> Placement:
+    return Placement(mesh, make_gather(mesh, specs))
+
+
 def make_gather(mesh: Mesh, specs: Tree) -> Gather | None:
     """What makes stored weights whole over `fsdp` where they are used, and splits their gradients again at once.
 
@@ -211,22 +253,17 @@ def make_gather(mesh: Mesh, specs: Tree) -> Gather | None:
     if mesh.shape["fsdp"] == 1:
         return None
 
-    def constrain(x: Array, spec: PartitionSpec) -> Array:
-        # Where the `data` axis is already taken apart (step.py), JAX wants the mesh that says so.
-        inside = jax.sharding.get_abstract_mesh()
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh if inside.empty else inside, spec))
-
     def gather_one(weight: Array, spec: PartitionSpec) -> Array:
         stored = PartitionSpec(*spec[len(spec) - weight.ndim :])  # one layer has no dimension for the layers
         used = PartitionSpec(*(_without_fsdp(entry) for entry in stored))
 
         @jax.custom_vjp
         def gather(x: Array) -> Array:
-            return constrain(x, used)
+            return constrain(x, used, mesh)
 
         gather.defvjp(
             lambda x: (gather(x), None),
-            lambda _, grad: (constrain(grad, stored),),
+            lambda _, grad: (constrain(grad, stored, mesh),),
         )
         return gather(weight)
 
@@ -238,3 +275,32 @@ def make_gather(mesh: Mesh, specs: Tree) -> Gather | None:
 
 def _without_fsdp(entry: Any) -> Any:
     return tuple(axis for axis in axes_of(entry) if axis != "fsdp") or None
+
+
+def in_stages(mesh: Mesh, specs: Tree, function: Callable[[Tree, Tree], Tree]) -> Callable[[Tree, Tree], Tree]:
+    """A function of parameters and a batch as each stage of the `pipeline` axis computes it, with its own layers; what
+    it returns is added over the stages."""
+    if mesh.shape["pipeline"] == 1:
+        return function
+
+    def one_stage(params: Tree, batch: Tree) -> Tree:
+        return jax.lax.psum(function(params, batch), "pipeline")
+
+    whole = PartitionSpec()
+    return jax.shard_map(
+        one_stage,
+        mesh=mesh,
+        axis_names={"pipeline"},
+        in_specs=(stage_specs(specs), whole),
+        out_specs=whole,
+        check_vma=False,
+    )
+
+
+def stage_specs(specs: Tree) -> Tree:
+    """Of each spec what it says about the `pipeline` axis."""
+
+    def of_pipeline(spec: PartitionSpec) -> PartitionSpec:
+        return PartitionSpec(*("pipeline" if "pipeline" in axes_of(entry) else None for entry in spec))
+
+    return jax.tree.map(of_pipeline, specs, is_leaf=is_spec)

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from tinypod.errors import UserError
 from tinypod.optim import Optimizer, RowGradients, update_rows
-from tinypod.sharding import path_of
+from tinypod.sharding import is_spec, path_of, stage_specs
 from tinypod.tasks.task import Draw, Task, Tree, is_trained, merge, root_key, select
 
 
@@ -79,25 +79,41 @@ def draw_batch(task: Task, settings: Settings, number: Array, feed: Tree) -> Tre
     return task.draw(feed, Draw(number, key, root_key(settings.seed, "views")), settings.task)
 
 
+def differentiated(task: Task, params: dict[str, Tree]) -> Callable[[str], bool]:
+    """Which leaves of the prepared parameters the loss is differentiated by: trained ones that are still there, and, if
+    others of them went into new leaves, those."""
+
+    def paths(tree: Tree) -> set[str]:
+        return {path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
+
+    given, trained = paths(params), paths(select_trained(task, params))
+    prepared = paths(jax.eval_shape(task.prepare, params))
+    wanted = trained & prepared | (prepared - given if trained - prepared else set())
+    return lambda path: path in wanted
+
+
 def bind_loss(
-    task: Task, params: dict[str, Tree], carry: Tree, batch: Tree, varied: Tree
+    task: Task, prepared: dict[str, Tree], wanted: Callable[[str], bool], carry: Tree, batch: Tree, varied: Tree
 ) -> tuple[Callable[[Tree, Tree], Any], tuple[Tree, Tree], dict[str, Array]]:
-    """The loss of a batch as a function of the trained parameters and the table rows it looks up, those two, and the
-    rows' ids."""
-    carry = task.begin(params, carry, batch)
+    """The loss of a batch as a function of those prepared parameters that it is differentiated by and the table rows it
+    looks up, those two, and the rows' ids."""
+    carry = task.begin(prepared, carry, batch)
     ids = task.lookup(carry)
 
-    def loss(trained: Tree, table_rows: Tree) -> Any:
-        return task.loss(merge(params, trained), table_rows, carry, batch, varied)
+    def loss(chosen: Tree, table_rows: Tree) -> Any:
+        return task.loss(merge(prepared, chosen), table_rows, carry, batch, varied)
 
-    return loss, (select_trained(task, params), {name: params[name][ids[name]] for name in ids}), ids
+    return loss, (select(prepared, wanted), {name: prepared[name][ids[name]] for name in ids}), ids
 
 
 def make_train_step(
-    task: Task, optimizer: Optimizer, accumulation: int, ema: bool, mesh: Mesh
+    task: Task, optimizer: Optimizer, accumulation: int, ema: bool, mesh: Mesh, specs: Tree = None
 ) -> Callable[[TrainState, Settings, Array, Tree], tuple[TrainState, dict[str, Array]]]:
-    """The step: draw, differentiate part by part, update, average."""
-    differentiate = _over_data_axis(_make_differentiate(task, accumulation), mesh)
+    """The step: draw, differentiate part by part, update, average. `specs`: of the parameters; on one
+    device there are none."""
+    # The stages of a pipeline take the parts of a batch themselves, one after the other.
+    parts = 1 if mesh.shape["pipeline"] > 1 else accumulation
+    differentiate = _over_axes(task, _make_differentiate(task, parts), mesh, specs)
 
     def update(
         state: TrainState, settings: Settings, share: Array, grads: Tree, row_grads: dict[str, RowGradients]
@@ -152,51 +168,68 @@ def _scale_updates(task: Task, updates: Tree, varied: dict[str, Array]) -> Tree:
 def _make_differentiate(task: Task, accumulation: int) -> Callable[..., tuple[Tree, ...]]:
     """(params, carry, batch, varied) -> gradients, sums, carry, gradients of table rows; part by part."""
 
-    def gradients(params: dict[str, Tree], carry: Tree, batch: Tree, varied: Tree) -> Any:
-        loss, arguments, ids = bind_loss(task, params, carry, batch, varied)
+    def differentiate(params: dict[str, Tree], carry: Tree, batch: Tree, varied: Tree) -> tuple[Tree, ...]:
+        """Prepared parameters are differentiated part by part; their gradients go back through `prepare` once."""
+        wanted = differentiated(task, params)
+
+        def prepare(trained: Tree) -> Tree:
+            return select(task.prepare(merge(params, trained)), wanted)
+
+        chosen, pull_back = jax.vjp(prepare, select_trained(task, params))
+        prepared = merge(task.prepare(params), chosen)
+        grads, *rest = (gradients if accumulation == 1 else accumulate)(prepared, wanted, carry, batch, varied)
+        return *pull_back(grads), *rest
+
+    def gradients(prepared: dict[str, Tree], wanted: Any, carry: Tree, batch: Tree, varied: Tree) -> Any:
+        loss, arguments, ids = bind_loss(task, prepared, wanted, carry, batch, varied)
         (grads, row_grads), (carry, sums) = jax.grad(loss, argnums=(0, 1), has_aux=True)(*arguments)
         return grads, sums, carry, {name: RowGradients(ids[name], row_grads[name]) for name in ids}
 
-    if accumulation == 1:
-        return gradients
-
-    def accumulate(params: dict[str, Tree], carry: Tree, batch: Tree, varied: Tree) -> tuple[Tree, ...]:
+    def accumulate(prepared: dict[str, Tree], wanted: Any, carry: Tree, batch: Tree, varied: Tree) -> tuple[Tree, ...]:
         """The same over parts of the rows, one after the other.
 
         Part i takes every accumulation-th row from the i-th on: each device of the `fsdp` axis then has its share of
         every part, where parts of neighbouring rows would lie on few devices and be computed by all.
         """
         parts = jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, accumulation, *x.shape[1:]), 0, 1), (carry, batch))
-        zeros = jax.tree.map(jnp.zeros_like, select_trained(task, params))
+        zeros = jax.tree.map(jnp.zeros_like, select(prepared, wanted))
 
         def add(total: Tree, part: Tree) -> tuple[Tree, Tree]:
-            grads, *rest = gradients(params, part[0], part[1], varied)
+            grads, *rest = gradients(prepared, wanted, part[0], part[1], varied)
             return jax.tree.map(jnp.add, total, grads), rest
 
         grads, (sums, carry, row_grads) = jax.lax.scan(add, zeros, parts)
         carry, row_grads = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), (carry, row_grads))
         return grads, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums), carry, row_grads
 
-    return accumulate
+    return differentiate
 
 
-def _over_data_axis(differentiate: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
-    """Each slice of the `data` axis on its own rows; gradients and sums are added up, once. XLA's partitioner does not
-    take an axis of one device, where there is nothing to add."""
-    if mesh.shape["data"] == 1:
+def _over_axes(task: Task, differentiate: Callable[..., Any], mesh: Mesh, specs: Tree) -> Callable[..., Any]:
+    """Each slice of the `data` axis on its own rows, each stage of the `pipeline` axis with its own layers; gradients
+    and sums are added up, once. XLA's partitioner does not take an axis of one device, where there is nothing to add.
+    """
+    axes = [axis for axis in ("data", "pipeline") if mesh.shape[axis] > 1]
+    if not axes:
         return differentiate
+    split, whole = PartitionSpec("data" if "data" in axes else None), PartitionSpec()
+    of_params = stage_specs(specs) if "pipeline" in axes else jax.tree.map(lambda _: whole, specs, is_leaf=is_spec)
+    of_grads = select_trained(task, of_params)
+
+    def add(gradient: Array, spec: PartitionSpec) -> Array:
+        others = tuple(axis for axis in axes if axis not in spec)
+        return jax.lax.psum(gradient, others) if others else gradient
 
     def one_slice(params: dict[str, Tree], carry: Tree, batch: Tree, varied: Tree) -> tuple[Tree, ...]:
         grads, sums, *of_rows = differentiate(params, carry, batch, varied)
-        return *jax.lax.psum((grads, sums), "data"), *of_rows
+        return jax.tree.map(add, grads, of_grads), jax.lax.psum(sums, tuple(axes)), *of_rows
 
-    whole, split = PartitionSpec(), PartitionSpec("data")
     return jax.shard_map(
         one_slice,
         mesh=mesh,
-        axis_names={"data"},  # the other axes are left to the partitioner
-        in_specs=(whole, split, split, whole),
-        out_specs=(whole, whole, split, split),
+        axis_names=set(axes),  # the other axes are left to the partitioner
+        in_specs=(of_params, split, split, whole),
+        out_specs=(of_grads, whole, split, split),
         check_vma=False,
     )
 

@@ -122,7 +122,9 @@ def _train(attempt: Attempt, from_step: int | None, profile: tuple[int, int] | N
     config, task = experiment.config, experiment.task
 
     with health.phase("data"):
-        evaluator = Evaluator(task.open_evaluation(None), experiment.mesh, config.eval.batch_size, config.eval.limit)
+        held_out = task.open_evaluation(None)
+        rows = (config.eval.batch_size, config.eval.limit)
+        evaluator = Evaluator(held_out, experiment.mesh, experiment.specs, *rows)
     with health.phase("restoring"):
         saver, log, (state, bad_steps) = _restore(attempt, from_step)
         step = int(state.step)

@@ -42,6 +42,7 @@ def merged(config: Qwen3Config, params: Any) -> Any:
 
 def loss(config: Qwen3Config, params: Any) -> Any:
     tokens = jnp.arange(22).reshape(2, 11) % config.vocab_size
+    params = qwen3.prepare(config, params)
     logits = qwen3.head(config, params)(qwen3.apply(config, params, tokens))
     return jnp.mean(jax.nn.log_softmax(logits)[:, :, 7] ** 2)
 

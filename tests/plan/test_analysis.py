@@ -89,7 +89,9 @@ def test_an_accidental_gather_of_activations_is_seen(data: Path) -> None:
         }
         return built.task.loss(params, table_rows, carry, batch, varied)
 
-    bad = step.make_train_step(dataclasses.replace(built.task, loss=whole), built.optimizer, 1, True, built.mesh)
+    bad = step.make_train_step(
+        dataclasses.replace(built.task, loss=whole), built.optimizer, 1, True, built.mesh, built.specs
+    )
     replicated = NamedSharding(built.mesh, PartitionSpec())
     jitted = jax.jit(
         bad,

@@ -71,7 +71,7 @@ def test_the_recipes_compile_as_they_are_for_a_v4_64(name: str) -> None:
 def check_step(config: ExperimentConfig, found: Analysis, target: str) -> None:
     work = found.work
     assert work is not None
-    assert found.mesh == {"data": slices.find_slice(target).devices, "fsdp": 1, "tensor": 1}
+    assert found.mesh == {"data": slices.find_slice(target).devices, "pipeline": 1, "fsdp": 1, "tensor": 1}
     assert {(traffic.op, traffic.axes) for traffic in work.exchanges()} == {("all-reduce", ("data",))}
     [reduction] = work.exchanges()
     gradients = trained_bytes(config)

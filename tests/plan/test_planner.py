@@ -202,7 +202,7 @@ def test_a_state_that_is_too_large_is_split(compiler) -> None:
     found = fit(made, target)
     assert found is not None
     assert "mesh.fsdp=4" in found.overrides
-    assert found.analysis.mesh == {"data": 2, "fsdp": 4, "tensor": 1}
+    assert found.analysis.mesh == {"data": 2, "pipeline": 1, "fsdp": 4, "tensor": 1}
     assert all(fsdp in (1, 4) for _, _, fsdp, _ in fake.asked)  # half of 100 GiB cannot fit either: not even tried
     assert fake.asked[0][2] == 1
 

@@ -88,7 +88,9 @@ def cache(teacher: Path) -> Path:
 
 def scores(run: Path, *overrides: str, split: str | None = None) -> dict[str, float]:
     loaded = load_weights(Run(run), list(overrides), "latest")
-    return Evaluator(loaded.experiment.task.open_evaluation(split), loaded.experiment.mesh, 8)(loaded.params)
+    experiment = loaded.experiment
+    evaluation = experiment.task.open_evaluation(split)
+    return Evaluator(evaluation, experiment.mesh, experiment.specs, 8)(loaded.params)
 
 
 def state_of(run: Path, step: int) -> Any:
@@ -260,16 +262,60 @@ def test_an_export_has_the_effective_weights(teacher: Path, cache: Path, tmp_pat
     again = language_model.load(str(tmp_path / "out"), "dtype=float32")
     assert hugging_face.read_model_config(tmp_path / "out", dtype="float32") == again.config
     tokens = np.arange(24).reshape(2, 12)
-    ours = qwen3.head(config.model, loaded.params)(qwen3.apply(config.model, loaded.params, tokens))
+    prepared = qwen3.prepare(config.model, loaded.params)
+    ours = qwen3.head(config.model, prepared)(qwen3.apply(config.model, prepared, tokens))
     theirs = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens)).logits.numpy()
     np.testing.assert_allclose(np.asarray(ours), expected, rtol=1e-3, atol=1e-4)
 
 
+PIPELINES = {
+    "{devices: 8, data: 2, pipeline: 2, fsdp: 2}": {"low_bit": "q4a4"},
+    "{devices: 8, data: 1, pipeline: 2, fsdp: 2, tensor: 2}": {"remat": True},
+    "{devices: 4, data: 1, pipeline: 4}": {"low_bit": "q4a4", "lora": {"rank": 2}},
+}
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=pytest.mark.slow if "fsdp" in mesh else ()) for mesh in PIPELINES]
+)
+def test_a_pipeline_computes_what_one_device_does(cache: Path, mesh: str) -> None:
+    """Losses, weights after three steps, and held-out scores; layers lie on the devices of their stage alone."""
+    found = []
+    for where in ("{devices: 1}", mesh):
+        options = (f"mesh={where}", "batch_size=16", "accumulation=4", "optimizer.learning_rate=0.001")
+        experiment = build(make_config(cache, *options, num_layers=4, **PIPELINES[mesh]))
+        state, settings, feed = experiment.init(), experiment.put_settings(), experiment.task.open_feed(experiment.mesh)
+        losses = []
+        for number in range(3):
+            state, sums = experiment.train_step(state, settings, experiment.put(np.int32(number)), feed(number))
+            losses.append(float(sums["loss"] / sums["weight"]))
+        feed.close()
+        evaluation = experiment.task.open_evaluation(None)
+        scored = Evaluator(evaluation, experiment.mesh, experiment.specs, 8)(state.params)
+        found.append((losses, scored, jax.device_get(flatten(state.params))))
+    (losses, scored, expected), (their_losses, their_scores, params) = found
+    assert losses == pytest.approx(their_losses, rel=1e-5)
+    assert scored == pytest.approx(their_scores, rel=1e-4)
+    for path, leaf in params.items():
+        np.testing.assert_allclose(leaf, expected[path], rtol=1e-3, atol=2e-5, err_msg=path)
+    stages = experiment.mesh.shape["pipeline"]
+    norm = state.params["layers"]["mlp_norm"]
+    assert norm.sharding.shard_shape(norm.shape) == (4 // stages, 16)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (
+            ("mesh={devices: 4, pipeline: 2}", "accumulation=1"),
+            r"accumulation=1: the parts of a batch pass the 2 stages",
+        ),
+        (
+            ("mesh={devices: 3, pipeline: 3}", "accumulation=3", "batch_size=9"),
+            r"mesh.pipeline=3 does not divide dimension 0",
+        ),
         (("task.temperature=1.5",), "has the normalisers of 1, 2"),
         (("task.kd_weight=0.0",), "every weight of the loss is 0"),
         (("model.vocab_size=100",), "go up to 257"),

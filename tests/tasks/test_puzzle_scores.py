@@ -30,7 +30,7 @@ def knowing(built: experiment.Experiment) -> trm.Params:
 def evaluator(built: experiment.Experiment, split: puzzles.Split, batch: int, steps: int = 3, limit=None) -> Evaluator:
     sources = [f"source{i}" for i in range(int(split.sources.max()) + 1)]
     pass_over = puzzle_scores.evaluation(built.config.model, split, sources, steps, None)
-    return Evaluator(pass_over, built.mesh, batch, limit)
+    return Evaluator(pass_over, built.mesh, built.specs, batch, limit)
 
 
 def by_hand(built: experiment.Experiment, params: trm.Params, split: puzzles.Split, steps: int) -> list[dict]:

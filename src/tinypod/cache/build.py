@@ -23,6 +23,7 @@ from tinypod.errors import UserError
 from tinypod.models import qwen3
 from tinypod.runs.storage import replace_file
 from tinypod.runs.terminal import counting, say, size
+from tinypod.weights import language_model
 from tinypod.weights.language_model import LanguageModel
 
 SETTINGS = "build.json"
@@ -151,11 +152,12 @@ def make_asker(teacher: LanguageModel, settings: Settings) -> Callable[[np.ndarr
     config, rows = teacher.config, sharding.over_batch(teacher.mesh)
     shards = sharding.num_batch_shards(teacher.mesh)
     batch_size = -(-settings.batch_size // shards) * shards
-    gather = sharding.make_gather(teacher.mesh, teacher.specs)
+    placement = language_model.place(teacher)
 
     def answer(params: Any, ids_BL: Array) -> dict[str, Array]:
-        hidden = qwen3.apply(config, params, ids_BL, gather)[:, :-1]
-        head = qwen3.head(config, params, gather)
+        params = qwen3.prepare(config, params)
+        hidden = qwen3.apply(config, params, ids_BL, placement)[:, :-1]
+        head = qwen3.head(config, params, placement)
         length = hidden.shape[1]
         stretch = min(settings.stretch, length)
         count = -(-length // stretch)

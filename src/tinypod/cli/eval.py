@@ -34,7 +34,7 @@ def evaluate(
     loaded = load_weights(open_run(run), [*(overrides or []), *thinking(halt_steps)], checkpoint, weights)
     experiment, config = loaded.experiment, loaded.experiment.config
     evaluation = experiment.task.open_evaluation(split)
-    evaluator = Evaluator(evaluation, experiment.mesh, config.eval.batch_size, limit)
+    evaluator = Evaluator(evaluation, experiment.mesh, experiment.specs, config.eval.batch_size, limit)
     with counting(errors if as_json else console, "evaluating", evaluator.rows) as progress:
         scores = evaluator(loaded.params, progress)
     if as_json:

@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from tinypod.kernels import attention as kernels
+from tinypod.sharding import Placement
+
 TRUNCATED_STD = 0.8796256610342398  # std of a unit normal cut at ±2
 RMS_EPSILON = 1e-5
 
@@ -106,6 +109,7 @@ def scaled_rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
     return (x32 * scale * weight.reshape((1,) * (x.ndim - 1) + weight.shape)).astype(x.dtype)
 
 
-def causal_attention(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array) -> Array:
+def causal_attention(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, placement: Placement) -> Array:
     """Each position to itself and those before it; groups of query heads share a key head."""
-    return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True)
+    fused = kernels.causal(q_BTNH, k_BTKH, v_BTKH, placement)
+    return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True) if fused is None else fused

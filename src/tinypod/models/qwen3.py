@@ -6,10 +6,14 @@ LoRA.
     layers.attention.{q_norm,k_norm} [n, H], layers.{attention_norm,mlp_norm} [n, D], norm [D]
     head [D, V]                              absent where it is tied
 
-A linear leaf is a dict: `weight` [n, *in, *out], or what `low_bit` says, and perhaps what `lora` says.
+A linear leaf is a dict: `weight` [n, *in, *out], or what `low_bit` says, and perhaps what `lora` says. `prepare` makes
+effective weights of low-bit ones; all that computes is given prepared parameters.
+
+With a `pipeline` axis each device has the layers of its stage. The parts of a batch go from stage to stage, each stage
+working on another part at a time: after `parts + stages - 1` turns all have passed.
 
 Shape letters: B batch, T positions, D width, N query heads, K key and value heads, H width of a head, F inner width of
-an MLP, V vocabulary, n layers.
+an MLP, V vocabulary, n layers, M parts of a batch.
 """
 
 import math
@@ -26,7 +30,7 @@ from tinypod.config import Config
 from tinypod.models import layers, lora, low_bit
 from tinypod.models.lora import Lora
 from tinypod.models.low_bit import LowBit, Preset
-from tinypod.sharding import Gather, Rules
+from tinypod.sharding import ANYWHERE, Placement, Rules, constrain
 
 Params = dict[str, Any]
 
@@ -123,29 +127,52 @@ def init_linear(config: Qwen3Config, name: str, key: Array) -> dict[str, Array]:
     return leaf
 
 
-def sharding_rules(config: Qwen3Config) -> Rules:
+def sharding_rules(config: Qwen3Config, prepared: bool = False) -> Rules:
     rules: list[tuple[str, PartitionSpec]] = [
         # Not split over the vocabulary: XLA's partitioner aborts on look-ups in it beside a `data` axis taken apart.
         (r"embed", PartitionSpec(None, "fsdp")),
-        (r"(layers\..*_norm|norm)", PartitionSpec()),
+        (r"layers\..*_norm", PartitionSpec("pipeline")),
+        (r"norm", PartitionSpec()),
     ]
     if not config.tied:
         rules.append((r"head", PartitionSpec("fsdp")))
     for name, (group, inputs, outputs) in LINEARS.items():
         into, out = ([_AXES[letter] for letter in letters] for letters in (inputs, outputs))
         leaf = rf"layers\.{group}\.{name}\."
-        if config.quantisation is None:
-            rules.append((leaf + "weight", PartitionSpec(None, *into, *out)))
+        if config.quantisation is None or prepared:
+            rules.append((leaf + "weight", PartitionSpec("pipeline", *into, *out)))
         else:
-            rules.append((leaf + "index", PartitionSpec(None, *into, *out)))
-            rules += [(leaf + "A", PartitionSpec(None, *out)), (leaf + "B", PartitionSpec(None, None, *into))]
-            rules.append((leaf + "g", PartitionSpec()))
+            rules.append((leaf + "index", PartitionSpec("pipeline", *into, *out)))
+            rules += [
+                (leaf + "A", PartitionSpec("pipeline", *out)),
+                (leaf + "B", PartitionSpec("pipeline", None, *into)),
+                (leaf + "g", PartitionSpec("pipeline")),
+            ]
         if config.lora is not None and name in config.lora.targets:
             rules += [
-                (leaf + "lora_A", PartitionSpec(None, *into)),
-                (leaf + "lora_B", PartitionSpec(None, None, *out)),
+                (leaf + "lora_A", PartitionSpec("pipeline", *into)),
+                (leaf + "lora_B", PartitionSpec("pipeline", None, *out)),
             ]
     return rules
+
+
+def prepare(config: Qwen3Config, params: Params) -> Params:
+    """Each low-bit weight as its effective one; everything else as it is."""
+    if config.quantisation is None:
+        return params
+    # Factors that are trained get their gradients through it, which add up over the parts of a batch in float32.
+    dtype = config.dtype if config.lora is not None else "float32"
+
+    def one(name: str, leaf: dict[str, Array]) -> dict[str, Array]:
+        weight = jax.vmap(lambda layer: weight_of(config, name, layer))(leaf).astype(dtype)
+        return {"weight": weight} | {part: x for part, x in leaf.items() if part.startswith("lora_")}
+
+    stacked = params["layers"]
+    groups = {
+        group: {name: one(name, leaf) if name in LINEARS else leaf for name, leaf in stacked[group].items()}
+        for group in ("attention", "mlp")
+    }
+    return params | {"layers": stacked | groups}
 
 
 def weight_of(config: Qwen3Config, name: str, leaf: dict[str, Array]) -> Array:
@@ -154,21 +181,21 @@ def weight_of(config: Qwen3Config, name: str, leaf: dict[str, Array]) -> Array:
 
 
 def linear(config: Qwen3Config, name: str, leaf: dict[str, Array], x: Array) -> Array:
-    """x [..., *in] -> [..., *out]."""
-    y = jnp.tensordot(x, weight_of(config, name, leaf).astype(x.dtype), axes=len(LINEARS[name][1]))
+    """x [..., *in] -> [..., *out]; the leaf of one layer, prepared."""
+    y = jnp.tensordot(x, leaf["weight"].astype(x.dtype), axes=len(LINEARS[name][1]))
     if "lora_A" in leaf:
         assert config.lora is not None
         y = y + lora.apply(leaf, x, config.lora.scale).astype(y.dtype)
     return y
 
 
-def make_block(config: Qwen3Config, num_positions: int, gather: Gather | None) -> Callable[[Array, Params], Array]:
+def make_block(config: Qwen3Config, num_positions: int, placement: Placement) -> Callable[[Array, Params], Array]:
     """One layer of the stack."""
     rope = layers.rope_tables(num_positions, config.head_dim, config.rope_theta)
 
     def block(x_BTD: Array, layer: Params) -> Array:
-        if gather is not None:
-            layer = gather("layers", layer)
+        if placement.gather is not None:
+            layer = placement.gather("layers", layer)
         attention, mlp = layer["attention"], layer["mlp"]
 
         def project(name: str, x: Array) -> Array:
@@ -180,7 +207,7 @@ def make_block(config: Qwen3Config, num_positions: int, gather: Gather | None) -
         h_BTD = norm(x_BTD, layer["attention_norm"])
         q_BTNH = layers.rotate(norm(project("q", h_BTD), attention["q_norm"]), *rope)
         k_BTKH = layers.rotate(norm(project("k", h_BTD), attention["k_norm"]), *rope)
-        y_BTNH = layers.causal_attention(q_BTNH, k_BTKH, project("v", h_BTD))
+        y_BTNH = layers.causal_attention(q_BTNH, k_BTKH, project("v", h_BTD), placement)
         x_BTD = x_BTD + project("o", y_BTNH)
         h_BTD = norm(x_BTD, layer["mlp_norm"])
         inner_BTF = jax.nn.silu(project("gate", h_BTD)) * project("up", h_BTD)
@@ -189,19 +216,60 @@ def make_block(config: Qwen3Config, num_positions: int, gather: Gather | None) -
     return jax.checkpoint(block) if config.remat else block
 
 
-def apply(config: Qwen3Config, params: Params, tokens_BT: Array, gather: Gather | None = None) -> Array:
+def apply(config: Qwen3Config, params: Params, tokens_BT: Array, placement: Placement = ANYWHERE) -> Array:
     """The last hidden states [B, T, D], normalised: what the head takes."""
-    embed_VD = params["embed"] if gather is None else gather("embed", params["embed"])
-    block = make_block(config, tokens_BT.shape[1], gather)
-    x_BTD = embed_VD[tokens_BT].astype(config.dtype)
-    x_BTD = jax.lax.scan(lambda x, layer: (block(x, layer), None), x_BTD, params["layers"])[0]
+    x_BTD = _look_up(config, params, tokens_BT, placement)
+    x_BTD = _run_layers(config, params["layers"], placement)(x_BTD)
     return layers.scaled_rms_norm(x_BTD, params["norm"], config.norm_eps)
 
 
-def head(config: Qwen3Config, params: Params, gather: Gather | None = None) -> Callable[[Array], Array]:
+def _look_up(config: Qwen3Config, params: Params, tokens: Array, placement: Placement) -> Array:
+    embed_VD = params["embed"] if placement.gather is None else placement.gather("embed", params["embed"])
+    return embed_VD[tokens].astype(config.dtype)
+
+
+def _run_layers(config: Qwen3Config, stacked: Params, placement: Placement) -> Callable[[Array], Array]:
+    """All the layers of a stack, one after the other."""
+
+    def run(x_BTD: Array) -> Array:
+        block = make_block(config, x_BTD.shape[1], placement)
+        return jax.lax.scan(lambda x, layer: (block(x, layer), None), x_BTD, stacked)[0]
+
+    return run
+
+
+def num_stages(config: Qwen3Config, params: Params) -> int:
+    """More than one where the `pipeline` axis is taken apart, and these are the layers of one stage."""
+    return config.num_layers // len(params["layers"]["mlp_norm"])
+
+
+def apply_in_stages(config: Qwen3Config, params: Params, tokens_MBT: Array, placement: Placement = ANYWHERE) -> Array:
+    """The same for parts of a batch that pass the stages: of those parts that are this stage's, [M / stages, B, T, D].
+
+    What leaves the last stage is dealt out over all of them, so that each computes the head of its share.
+    """
+    parts, stages, stage = len(tokens_MBT), num_stages(config, params), jax.lax.axis_index("pipeline")
+    run = _run_layers(config, params["layers"], placement)
+    x_MBTD = _look_up(config, params, tokens_MBT, placement)
+    following = [(i, i + 1) for i in range(stages - 1)]
+
+    def turn(handed_BTD: Array, number: Array) -> tuple[Array, Array]:
+        # The first stage begins a part each turn, the others take what the one before them has left.
+        begun_BTD = jax.lax.dynamic_index_in_dim(x_MBTD, jnp.minimum(number, parts - 1), keepdims=False)
+        x_BTD = run(constrain(jnp.where(stage == 0, begun_BTD, handed_BTD), PartitionSpec("fsdp")))
+        return jax.lax.ppermute(x_BTD, "pipeline", following), x_BTD
+
+    nothing = jnp.zeros_like(x_MBTD[0])
+    left_BTD = jax.lax.scan(turn, nothing, jnp.arange(parts + stages - 1))[1][stages - 1 :]
+    whole_MBTD = jnp.where(stage == stages - 1, left_BTD, 0)
+    mine = jax.lax.psum_scatter(whole_MBTD, "pipeline", scatter_dimension=0, tiled=True)
+    return layers.scaled_rms_norm(mine, params["norm"], config.norm_eps)
+
+
+def head(config: Qwen3Config, params: Params, placement: Placement = ANYWHERE) -> Callable[[Array], Array]:
     """hidden [..., D] -> float32 logits [..., V]; the weights are made whole once."""
     name = "embed" if config.tied else "head"
-    weight = params[name] if gather is None else gather(name, params[name])
+    weight = params[name] if placement.gather is None else placement.gather(name, params[name])
     weight = (weight.T if config.tied else weight).astype(config.dtype)
     return lambda hidden: jnp.matmul(hidden, weight, preferred_element_type=jnp.float32)
 

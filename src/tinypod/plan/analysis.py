@@ -17,7 +17,7 @@ from tinypod import sharding
 from tinypod.experiment import Experiment
 from tinypod.health.memory import is_out_of_memory, step_bytes
 from tinypod.plan.hlo.program import Program, read
-from tinypod.step import bind_loss, draw_batch
+from tinypod.step import bind_loss, differentiated, draw_batch
 
 _NEEDED = re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM")  # as the TPU compiler says it
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -104,12 +104,17 @@ def kept_for_backward(experiment: Experiment) -> int:
     state, settings, number, feed = experiment.abstract_inputs
     batch = jax.eval_shape(lambda *inputs: draw_batch(task, *inputs), settings, number, feed)
 
-    def pullback(params: Any, carry: Any, batch: Any, varied: Any) -> Any:
-        loss, arguments, _ = bind_loss(task, params, carry, batch, varied)
+    prepared, wanted = jax.eval_shape(task.prepare, state.params), differentiated(task, state.params)
+
+    def pullback(prepared: Any, carry: Any, batch: Any, varied: Any) -> Any:
+        loss, arguments, _ = bind_loss(task, prepared, wanted, carry, batch, varied)
         return jax.vjp(loss, *arguments, has_aux=True)[1]
 
-    jaxpr = jax.make_jaxpr(pullback)(state.params, state.carry, batch, settings.task).jaxpr
+    jaxpr = jax.make_jaxpr(pullback)(prepared, state.carry, batch, settings.task).jaxpr
     given = {id(var) for var in jaxpr.invars}  # weights, and the carry: there already
     kept = {id(var): var.aval for var in jaxpr.outvars if id(var) not in given}
     size = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in kept.values() if hasattr(aval, "shape"))
-    return size // (sharding.num_batch_shards(experiment.mesh) * experiment.config.accumulation)
+    # A pipeline keeps what every part of the batch leaves behind, each stage of its own layers.
+    stages = experiment.mesh.shape["pipeline"]
+    parts = experiment.config.accumulation if stages == 1 else stages
+    return size // (sharding.num_batch_shards(experiment.mesh) * parts)

@@ -26,6 +26,7 @@ from tinypod.plan.hlo.program import Program
 from tinypod.plan.prices import Prices
 from tinypod.plan.slices import Slice
 from tinypod.runs.terminal import say
+from tinypod.sharding import AXES
 from tinypod.tasks.task import Task
 
 
@@ -60,6 +61,7 @@ class Plan(Facts):
     batch_size: int
     rows_per_device: int  # at a time: of one part of the accumulation
     usable_bytes: int | None  # of a device; None: it does not say
+    bubble: float  # share of a step in which a stage of a pipeline waits for the others
     model_flops: float  # of a step, all devices
     analysis: Analysis
     fits: bool
@@ -153,10 +155,11 @@ def changed(config: ExperimentConfig, overrides: tuple[str, ...]) -> ExperimentC
 def check(config: ExperimentConfig, target: Slice) -> None:
     """What can be said without compiling: whether the mesh divides the slice, and the batch the mesh."""
     try:
-        data, fsdp, _ = config.mesh.shape(target.devices)
+        mesh = dict(zip(AXES, config.mesh.shape(target.devices), strict=True))
     except ConfigError as error:
         raise ConfigError(f"{target.name}: {error}. About {target.name}: {target.describe()}") from None
-    shards, rows = data * fsdp, config.batch_size // config.accumulation
+    data, fsdp, rows = mesh["data"], mesh["fsdp"], config.batch_size // config.accumulation
+    shards = data * fsdp
     if rows % shards:
         too_small = f"the batch is too small for {target.name}: " if rows < shards else f"on {target.name}, "
         raise ConfigError(
@@ -176,6 +179,10 @@ def make_plan(
     """`hardware`: the fields of a plan that depend on the slice or the devices at hand."""
     train_hours = eval_hours = None
     notes = [] if analysis.work is None else analysis.work.notes()
+    stages, parts = analysis.mesh["pipeline"], config.accumulation
+    bubble = (stages - 1) / (parts + stages - 1)
+    if stages > 1:
+        notes.insert(0, f"pipeline: {parts} parts pass {stages} stages; each stage waits {bubble:.1%} of its turns")
     if prediction is not None:
         evaluations = _eval_steps(config, task)
         train_hours = config.steps * prediction.step_s / 3600
@@ -188,6 +195,7 @@ def make_plan(
         overrides=overrides,
         batch_size=config.batch_size,
         rows_per_device=config.batch_size // config.accumulation // (analysis.mesh["data"] * analysis.mesh["fsdp"]),
+        bubble=bubble,
         model_flops=float(task.flops(True) * config.batch_size),
         analysis=analysis,
         prediction=prediction,

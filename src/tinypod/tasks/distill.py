@@ -5,7 +5,7 @@ it. The loss is a sum over tokens, divided by how many counted. A block's last t
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -22,7 +22,7 @@ from tinypod.data import blocks
 from tinypod.data.tokens import Tokenizer, read_documents
 from tinypod.errors import ConfigError, DataError
 from tinypod.models import qwen3
-from tinypod.sharding import Gather, over_batch
+from tinypod.sharding import ANYWHERE, Placement, over_batch
 from tinypod.tasks.distill_losses import KD, row_sums
 from tinypod.tasks.feed import HostFeed
 from tinypod.tasks.task import Evaluation, Metric, Task, TaskKind
@@ -125,29 +125,33 @@ def check(config: Any, opened: Opened) -> None:
         raise ConfigError("model.weight_dtype=bfloat16 is for frozen weights: set model.lora or model.low_bit")
 
 
-def build_task(config: Any, opened: Opened, gather: Gather | None = None) -> Task:
+def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> Task:
     check(config, opened)
     model, task, data = config.model, config.task, config.data
     manifest, batch_size = opened.manifest, config.batch_size
     weights = {"kd_loss": "kd_weight", "top1_loss": "top1_weight", "label_loss": "label_weight"}
 
-    def sums_of(params: Any, batch: dict[str, Array]) -> dict[str, Array]:
-        known, mask = split_batch(manifest, task, batch)
-        hidden = qwen3.apply(model, params, batch["input_ids"], gather)[:, :-1]
-        return row_sums(hidden, qwen3.head(model, params, gather), known, mask, task.stretch, task.kd, task.temperature)
+    def sums_of(params: Any, batch: dict[str, Array], parts: int | None) -> dict[str, Array]:
+        def of_rows(hidden: Array, rows: dict[str, Array]) -> dict[str, Array]:
+            known, mask = split_batch(manifest, task, rows)
+            head = qwen3.head(model, params, placement)
+            sums = row_sums(hidden[:, :-1], head, known, mask, task.stretch, task.kd, task.temperature)
+            counted = rows.get("count", jnp.ones(len(hidden)))
+            return {name: jnp.sum(x * counted) for name, x in sums.items()} | {"count": jnp.sum(counted)}
+
+        return over_stages(model, params, batch, parts, placement, of_rows)
 
     def loss(params: Any, table_rows: Any, carry: Any, batch: Any, varied: dict[str, Array]) -> Any:
-        sums = jax.tree.map(jnp.sum, sums_of(params, batch))
+        sums = sums_of(params, batch, config.accumulation)
         total = sum(varied[weight] * sums[name] for name, weight in weights.items() if name in sums)
         return total, (carry, sums | {"loss": total, "weight": sums["tokens"]})
 
     def score(params: Any, batch: dict[str, Array]) -> dict[str, Array]:
-        sums = sums_of(params, batch)
-        return {name: jnp.sum(x * batch["count"]) for name, x in sums.items()} | {"count": jnp.sum(batch["count"])}
+        return sums_of(qwen3.prepare(model, params), batch, None)
 
     def open_evaluation(split: str | None) -> Evaluation:
         if split == TEXT:
-            return sliding_window(config, opened, gather)
+            return sliding_window(config, opened, score)
         held_out = blocks.Blocks(*opened, split or data.eval_split)
         return Evaluation(len(held_out), lambda start, stop: held_out.read(range(start, stop)), score, evaluated)
 
@@ -169,12 +173,14 @@ def build_task(config: Any, opened: Opened, gather: Gather | None = None) -> Tas
     adapters = f", LoRA of rank {model.lora.rank}" if model.lora else ""
     return Task(
         init_params=lambda key: qwen3.init(model, key),
+        prepare=lambda params: qwen3.prepare(model, params),
         init_carry=lambda params: {},
         draw=lambda feed, draw, varied: feed,
         begin=lambda params, carry, batch: carry,
         lookup=lambda carry: {},
         loss=loss,
         rules=qwen3.sharding_rules(model),
+        prepared_rules=qwen3.sharding_rules(model, prepared=True),
         varied={name: getattr(task, name) for name in weights.values()} | task.train.model_dump(),
         frozen=frozen(model),
         tables=(),
@@ -191,6 +197,28 @@ def build_task(config: Any, opened: Opened, gather: Gather | None = None) -> Tas
         held_out_rows=manifest.count(data.eval_split) if data.eval_split in manifest.splits else None,
         flops=flops,
     )
+
+
+def over_stages(
+    model: qwen3.Qwen3Config,
+    params: Any,
+    batch: dict[str, Array],
+    parts: int | None,
+    placement: Placement,
+    of_rows: Callable[[Array, dict[str, Array]], dict[str, Array]],
+) -> dict[str, Array]:
+    """Sums over a batch, from hidden states and rows; of the stages of a pipeline, each computes those of its share,
+    part by part. `parts` that the batch is cut into there; None: one for each stage."""
+    stages = qwen3.num_stages(model, params)
+    if stages == 1:
+        return of_rows(qwen3.apply(model, params, batch["input_ids"], placement), batch)
+    # As the step cuts a batch into parts: every device of the `fsdp` axis has its share of each.
+    cut = jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, parts or stages, *x.shape[1:]), 0, 1), batch)
+    hidden = qwen3.apply_in_stages(model, params, cut["input_ids"], placement)
+    first = jax.lax.axis_index("pipeline") * len(hidden)
+    mine = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, len(hidden)), cut)
+    sums = jax.lax.map(lambda part: of_rows(*part), (hidden, mine))
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
 
 def split_batch(manifest: blocks.Manifest, task: DistillTaskConfig, batch: dict[str, Array]) -> tuple[Any, Array]:
@@ -243,9 +271,9 @@ def fingerprint(manifest: blocks.Manifest) -> dict[str, str]:
     }
 
 
-def sliding_window(config: Any, opened: Opened, gather: Gather | None) -> Evaluation:
+def sliding_window(config: Any, opened: Opened, score: Callable[..., dict[str, Array]]) -> Evaluation:
     """Perplexity of a text file: windows that overlap, of each the tokens scored that the one before did not have."""
-    data, model, task = config.data, config.model, config.task
+    data = config.data
     if data.text is None:
         raise ConfigError("data.text: --split text needs a file, e.g. data.text=wiki.test.txt")
     if data.stride > data.window:
@@ -276,12 +304,6 @@ def sliding_window(config: Any, opened: Opened, gather: Gather | None) -> Evalua
             ids[row, : end - first] = tokens[first:end]
             mask[row, new - first : end - first] = 1
         return {"input_ids": ids, "mask": mask}
-
-    def score(params: Any, batch: dict[str, Array]) -> dict[str, Array]:
-        known, mask = {"labels": batch["input_ids"][:, 1:]}, batch["mask"][:, 1:]
-        hidden = qwen3.apply(model, params, batch["input_ids"], gather)[:, :-1]
-        sums = row_sums(hidden, qwen3.head(model, params, gather), known, mask, task.stretch, task.kd, 1.0)
-        return {name: jnp.sum(x * batch["count"]) for name, x in sums.items()} | {"count": jnp.sum(batch["count"])}
 
     return Evaluation(len(ends), read, score, evaluated)
 

@@ -23,7 +23,7 @@ from tinypod.data.views import IGNORED_LABEL, Sampler, device_arrays, draw_examp
 from tinypod.errors import ConfigError, DataError
 from tinypod.models import trm
 from tinypod.runs.storage import is_remote
-from tinypod.sharding import Gather, replicated
+from tinypod.sharding import ANYWHERE, Gather, Placement, replicated
 from tinypod.tasks import puzzle_scores
 from tinypod.tasks.feed import ResidentFeed
 from tinypod.tasks.puzzle_scores import ACCURACIES, TABLE, score
@@ -83,7 +83,7 @@ def open_data(config: Any, planned: bool, console: Console | None) -> Opened:
         raise DataError(f"{error}{hint if planned else ''}") from None
 
 
-def build_task(config: Any, opened: Opened, gather: Gather | None = None) -> Task:
+def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> Task:
     model: trm.TrmConfig = config.model
     info, batch_size = opened.info, config.batch_size
     shape = trm.PuzzleShape(info.seq_len, info.vocab_size, info.num_identifiers)
@@ -102,20 +102,22 @@ def build_task(config: Any, opened: Opened, gather: Gather | None = None) -> Tas
 
     def open_evaluation(split: str | None) -> Evaluation:
         held_out = puzzles.read_split(*opened, split or config.data.eval_split)
-        return puzzle_scores.evaluation(model, held_out, info.sources, max_steps, gather)
+        return puzzle_scores.evaluation(model, held_out, info.sources, max_steps, placement.gather)
 
     def flops(training: bool) -> int:
         return trm.count_matmul_flops(model, shape, training=training) * (1 if training else max_steps)
 
-    held_out = info.splits.get(config.data.eval_split)
+    held_out, rules = info.splits.get(config.data.eval_split), trm.sharding_rules(model)
     return Task(
         init_params=lambda key: trm.init(model, shape, key),
+        prepare=lambda params: params,
         init_carry=lambda params: fresh_carry(model, params, batch_size, info.seq_len),
         draw=draw,
         begin=lambda params, carry, batch: take_examples(model, params, carry, batch["example"]),
         lookup=lambda carry: {TABLE: carry["example"]["identifiers"]} if has_table else {},
-        loss=make_loss(config.task, model, gather),
-        rules=trm.sharding_rules(model),
+        loss=make_loss(config.task, model, placement.gather),
+        rules=rules,
+        prepared_rules=rules,
         varied={"exploration": config.task.halting.exploration, "q_loss_weight": config.task.q_loss_weight},
         frozen=(r"z_init\..*",),
         tables=(TABLE,) if has_table else (),

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from rich.console import Console
 
 from tinypod.config import Config
-from tinypod.sharding import Gather, Rules, path_of
+from tinypod.sharding import Placement, Rules, path_of
 
 Tree = Any  # a nested dict of arrays
 
@@ -67,9 +67,13 @@ class Task:
     lets it into the carry. `loss` returns the *sum* over rows, so that accumulating over parts of a batch is adding,
     and sums for metrics, among them `weight`: what the loss is divided by (rows, or unmasked tokens).
     `varied` are the task's settings that runs of one program may vary; `draw` and `loss` are given them as arrays.
+
+    `prepare` makes of the parameters what the other functions are given: what is computed from weights alone, once a
+    step, however many parts the batch is computed in. Leaves that it replaces are gone from its result.
     """
 
     init_params: Callable[[Array], Tree]  # key -> nested dict
+    prepare: Callable[[Tree], Tree]  # params -> prepared params
     init_carry: Callable[[Tree], Tree]  # params -> carry of a whole batch
     draw: Callable[[Tree, Draw, Tree], Tree]  # (feed, draw, varied) -> batch
     begin: Callable[[Tree, Tree, Tree], Tree]  # (params, carry, batch) -> carry
@@ -77,6 +81,7 @@ class Task:
     loss: Callable[..., Any]  # (params, table rows, carry, batch, varied) -> loss, (carry, sums)
 
     rules: Rules  # how parameters are sharded
+    prepared_rules: Rules  # and those that `prepare` returns
     varied: Mapping[str, float]
     frozen: tuple[str, ...]  # patterns of parameter paths that are never updated
     tables: tuple[str, ...]  # top-level parameters that are updated only in the rows that a batch looks up
@@ -103,14 +108,14 @@ class TaskKind(NamedTuple):
     `path`; the model's have a `dtype`, and `remat` where activations can be computed again in the backward pass.
 
     `open(config, planned, console)` reads what the data say about themselves; with `planned`, the data need not be
-    there if the config describes them. `build(config, opened, gather)` does no work.
+    there if the config describes them. `build(config, opened, placement)` does no work.
     """
 
     task: type[Config]
     data: type[Config]
     model: type[Config]
     open: Callable[[Any, bool, Console | None], Any]
-    build: Callable[[Any, Any, Gather | None], Task]
+    build: Callable[[Any, Any, Placement], Task]
     changeable: tuple[str, ...]  # patterns of config keys that later steps of a run may be trained with
 
 

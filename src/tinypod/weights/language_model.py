@@ -19,7 +19,6 @@ class LanguageModel(NamedTuple):
     config: qwen3.Qwen3Config
     params: Any
     mesh: Any
-    specs: Any
 
 
 def load(
@@ -40,7 +39,7 @@ def load(
     if not isinstance(experiment.config.model, qwen3.Qwen3Config):
         raise UserError(f"{source} is a run of {experiment.config.model.kind!r}, not of a language model")
     name = f"{source}, step {loaded.step}, {loaded.weights}"
-    return LanguageModel(name, experiment.config.model, loaded.params, experiment.mesh, experiment.specs)
+    return LanguageModel(name, experiment.config.model, loaded.params, experiment.mesh)
 
 
 def _from_folder(folder: Path, more: dict[str, Any], layout: sharding.MeshConfig) -> LanguageModel:
@@ -49,4 +48,11 @@ def _from_folder(folder: Path, more: dict[str, Any], layout: sharding.MeshConfig
     shapes = jax.eval_shape(lambda: qwen3.init(config, jax.random.key(0)))
     specs = sharding.param_specs(qwen3.sharding_rules(config), shapes, mesh)
     params = hugging_face.read_params(folder, config, shapes, sharding.named(mesh, specs))
-    return LanguageModel(str(folder), config, params, mesh, specs)
+    return LanguageModel(str(folder), config, params, mesh)
+
+
+def place(model: LanguageModel) -> sharding.Placement:
+    """For its weights as `qwen3.prepare` makes them."""
+    shapes = jax.eval_shape(lambda: qwen3.prepare(model.config, qwen3.init(model.config, jax.random.key(0))))
+    specs = sharding.param_specs(qwen3.sharding_rules(model.config, prepared=True), shapes, model.mesh)
+    return sharding.place(model.mesh, specs)
