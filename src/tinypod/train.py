@@ -38,7 +38,7 @@ from tinypod.runs.metrics import MetricsLog, Stopwatch
 from tinypod.runs.profiling import Profiler
 from tinypod.runs.run_log import RunLog, read_scores
 from tinypod.runs.saver import Restored, Saver
-from tinypod.runs.terminal import TrainingProgress, say, warn
+from tinypod.runs.terminal import TrainingProgress, say, size, warn
 from tinypod.sharding import describe_mesh, num_batch_shards
 from tinypod.step import TrainState, evaluation_params
 
@@ -267,13 +267,15 @@ def _compile(attempt: Attempt, state: TrainState, feed: Any, evaluator: Evaluato
     began = time.perf_counter()
     with console.status("compiling the step"):
         train_step = experiment.compile_step(feed)
-    say(console, f"compiled the step in {time.perf_counter() - began:.1f} s")
+    needed = step_bytes(train_step)
+    memory = "" if needed is None else f"; it needs {size(needed)} a device"
+    say(console, f"compiled the step in {time.perf_counter() - began:.1f} s{memory}")
     with console.status("compiling the evaluation"):
         evaluator.compile(evaluation_params(state.params, state.ema, experiment.config.eval.weights))
     saver.checkpoints.prepare(experiment.abstract_state)
     check_replicas = make_replica_check(experiment.mesh, experiment.specs)
     if health.ledger is not None:
-        health.ledger.compiled(step_bytes(train_step))
+        health.ledger.compiled(needed)
     with health.phase("waiting"):
         cluster.barrier("compiled", experiment.config.health.compile_timeout_s)
     if experiment.config.health.replica_check_every_steps is not None:
