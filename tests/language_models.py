@@ -4,12 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
 
 from tinypod.models import qwen3
-from tinypod.models.qwen3 import LINEARS, Qwen3Config
+from tinypod.models.qwen3 import Qwen3Config
+from tinypod.sharding import path_of
 from tinypod.weights import hugging_face
 
 SHAPE: dict[str, Any] = {
@@ -26,15 +28,19 @@ SHAPE: dict[str, Any] = {
 
 
 def make_model(**changes: Any) -> tuple[Qwen3Config, Any]:
-    """Random weights; adapters, where there are any, that change something."""
+    """Random weights, all of them: norms and adapters, too. Made by numpy, as JAX would compile for each shape."""
     config = Qwen3Config.model_validate(SHAPE | changes)
-    params = qwen3.init(config, jax.random.key(0))
-    for key, (name, (group, *_)) in zip(jax.random.split(jax.random.key(1), 7), LINEARS.items(), strict=True):
-        leaf = params["layers"][group][name]
-        if "lora_B" in leaf:
-            leaf["lora_A"] = 0.3 * jax.random.normal(key, leaf["lora_A"].shape)
-            leaf["lora_B"] = 0.3 * jax.random.normal(jax.random.fold_in(key, 1), leaf["lora_B"].shape)
-    return config, params
+    random = np.random.default_rng(0)
+
+    def make(key_path: Any, wanted: Any) -> jax.Array:
+        path = path_of(key_path)
+        if path.endswith(".index"):
+            return jnp.asarray(random.integers(0, 2 ** config.bits(path.split(".")[2]), wanted.shape, np.uint8))
+        centre, spread = (1.0, 0.3) if path.endswith(("norm", ".g")) else (0.0, 0.2)
+        return jnp.asarray(centre + spread * random.standard_normal(wanted.shape), wanted.dtype)
+
+    shapes = jax.eval_shape(lambda: qwen3.init(config, jax.random.key(0)))
+    return config, jax.tree_util.tree_map_with_path(make, shapes)
 
 
 def in_transformers(folder: Path, config: Qwen3Config, params: Any) -> Any:

@@ -14,7 +14,7 @@ def cache_build(
     out: Annotated[Path, typer.Argument(help="The cache folder to make.")],
     texts: Annotated[list[Path], typer.Argument(help="Text files, or JSONL with a `text` or `messages` a line.")],
     teacher: Annotated[
-        str | None, typer.Option(help="A Hugging Face folder of Qwen3, or a run; default: blocks of text alone.")
+        str | None, typer.Option(help="A Hugging Face folder of Qwen3, a packed one, or a run; default: no teacher.")
     ] = None,
     tokenizer: Annotated[str, typer.Option(help="A tokenizer.json, its folder, or `bytes`.")] = "bytes",
     length: Annotated[int, typer.Option(min=2, help="Tokens in a block.")] = 1024,

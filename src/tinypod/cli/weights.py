@@ -17,21 +17,22 @@ def weights_export(
     checkpoint: shared.CheckpointOption = "best",
     weights: shared.WeightsOption = None,
     format: Annotated[
-        Literal["hugging_face", "peft"] | None,
-        typer.Option(help="Of a language model: its weights, or its adapters alone; default: hugging_face."),
+        Literal["hugging_face", "peft", "packed"] | None,
+        typer.Option(help="Of a language model; default: hugging_face."),
     ] = None,
     dtype: Annotated[
-        Literal["float32", "bfloat16"] | None, typer.Option(help="Of a language model's weights; default: bfloat16.")
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Of a language model's weights; default: bfloat16, of `packed` float16."),
     ] = None,
     base: Annotated[
         Path | None,
         typer.Option(help="With `--format peft`: write the weights that the adapters belong to into this folder."),
     ] = None,
 ) -> None:
-    """Write a run's weights for other programs: the TRM authors' state dict, a Hugging Face folder, a PEFT adapter.
+    """Write a run's weights for other programs: the TRM authors' state dict, or a language model in one of three forms.
 
-    Of a language model `hugging_face` has the effective weights: low-bit ones as floats, adapters merged. `peft` has
-    the adapters, for PEFT's `PeftModel.from_pretrained`.
+    `hugging_face` has the effective weights: low-bit ones as floats, adapters merged. `peft` has the adapters alone,
+    for PEFT's `PeftModel.from_pretrained`. `packed` has low-bit weights as they are, 2 or 4 bits each.
     """
     from tinypod.runs.folder import open_run
     from tinypod.runs.load import load_weights
@@ -52,7 +53,8 @@ def weights_import(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="WEIGHTS", help="The TRM authors' PyTorch file; for a language model, its folder, or another run."
+            metavar="WEIGHTS",
+            help="The TRM authors' PyTorch file; for a language model, a Hugging Face or packed folder, or a run.",
         ),
     ],
     config: Annotated[str, typer.Argument(help="The config of that model.")],
@@ -61,6 +63,9 @@ def weights_import(
     adapter: Annotated[
         Path | None, typer.Option(help="A folder with a PEFT adapter, for a language model with `model.lora`.")
     ] = None,
+    snap: Annotated[
+        bool, typer.Option("--snap", help="Round the magnitudes g of low-bit weights to float16 values.")
+    ] = False,
 ) -> None:
     """Make a run folder from weights, to evaluate, solve with, or train further.
 
@@ -70,9 +75,15 @@ def weights_import(
     from tinypod.runs.folder import open_run
     from tinypod.weights.importing import create_run
 
-    imported = create_run(open_run(run), load_config(config, overrides), source, adapter)
+    imported = create_run(open_run(run), load_config(config, overrides), source, adapter, snap)
     with_adapter = "" if adapter is None else f" and the adapter of {adapter}"
     say(console, f"{run}: a run at step 0 with the weights of {source}{with_adapter}")
     if imported.errors:
         listed = ", ".join(f"{name} {error:.4f}" for name, error in imported.errors.items())
         say(console, f"relative error of the weights as quantised: {listed}")
+    if imported.snapped is not None:
+        say(
+            console,
+            f"magnitudes are float16 values now; the largest relative change of one is {imported.snapped:.2e}. Train "
+            "the rest with task.train.magnitudes=0",
+        )

@@ -116,3 +116,18 @@ def with_adapters(params: Params, adapters: dict[str, dict[str, Any]]) -> Params
         for group in ("attention", "mlp")
     }
     return params | {"layers": layers | groups}
+
+
+def snap_magnitudes(params: Params) -> tuple[Params, float]:
+    """Every g of the low-bit weights as float16 can hold it, and the largest relative change of one."""
+    largest = 0.0
+    groups: dict[str, Params] = {}
+    for group in ("attention", "mlp"):
+        groups[group] = dict(params["layers"][group])
+        for name, leaf in groups[group].items():
+            if low_bit.is_low_bit(leaf):
+                snapped = low_bit.snap(leaf["g"])
+                changes = jnp.abs(snapped - leaf["g"]) / jnp.where(leaf["g"] == 0, 1.0, jnp.abs(leaf["g"]))
+                largest = max(largest, float(jnp.max(changes)))
+                groups[group][name] = leaf | {"g": snapped}
+    return params | {"layers": params["layers"] | groups}, largest

@@ -5,11 +5,11 @@ from typing import Any, Literal
 
 from tinypod.errors import UserError
 from tinypod.models.qwen3 import Qwen3Config
-from tinypod.weights import authors, hugging_face, peft
+from tinypod.weights import authors, hugging_face, packed, peft
 from tinypod.weights.convert import merge, without_adapters
 
-Format = Literal["hugging_face", "peft"]
-Dtype = Literal["float32", "bfloat16"]
+Format = Literal["hugging_face", "peft", "packed"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def write_weights(
@@ -35,6 +35,12 @@ def write_weights(
         return ""
     if base is not None and format != "peft":
         raise UserError("--base is for --format peft: what the adapters belong to")
+    if format == "packed":
+        if dtype == "bfloat16":
+            raise UserError("--dtype bfloat16: --format packed has factors in float16 or float32")
+        return packed.write(out, model, params, dtype or "float16")
+    if dtype == "float16":
+        raise UserError("--dtype float16 is for --format packed; others have bfloat16 or float32")
     if format == "peft":
         return _write_adapter(out, model, params, dtype, base, origin)
     hugging_face.write_params(out, *merge(model, params), dtype or "bfloat16")
