@@ -54,8 +54,7 @@ def build(
     arrays, vocab_size = _read_blocks(texts, tokenizer, settings)
     known = None if teacher is None else _describe(teacher, settings)
     count = len(arrays["input_ids"])
-    held_out = round(settings.held_out * count) or (1 if settings.held_out and count > 1 else 0)
-    spans = {"train": (0, count - held_out)} | ({"held_out": (count - held_out, count)} if held_out else {})
+    spans = split_spans(count, settings.held_out)
     manifest = blocks.Manifest(
         length=settings.length,
         vocab_size=vocab_size,
@@ -64,7 +63,9 @@ def build(
         masked="mask" in arrays,
         teacher=known,
     )
-    _check_settings(folder, manifest, settings, arrays)
+    content = hashlib.sha256(b"".join(x.tobytes() for x in arrays.values())).hexdigest()
+    ours = {"blocks": content, "manifest": manifest.model_dump(mode="json")}
+    begin(folder, ours | {"held_out": settings.held_out, "shard_blocks": settings.shard_blocks})
     total = count * manifest.block_bytes()
     sizes = ", ".join(f"{stop - start:,} {name}" for name, (start, stop) in spans.items())
     say(console, f"{folder}: {count:,} blocks of {settings.length} tokens ({sizes}), {size(total)}")
@@ -79,6 +80,12 @@ def build(
     manifest = manifest.model_copy(update={"splits": splits})
     blocks.write_manifest(folder, manifest)
     return manifest
+
+
+def split_spans(count: int, held_out: float) -> dict[str, tuple[int, int]]:
+    """Of each split its first block, and the one after its last; what is held out is at the end."""
+    last = round(held_out * count) or (1 if held_out and count > 1 else 0)
+    return {"train": (0, count - last)} | ({"held_out": (count - last, count)} if last else {})
 
 
 def _cut(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
@@ -100,11 +107,8 @@ def _describe(teacher: LanguageModel, settings: Settings) -> blocks.Teacher:
     return blocks.Teacher(name=teacher.name, topk=settings.topk, temperatures=list(settings.temperatures))
 
 
-def _check_settings(folder: Path, manifest: blocks.Manifest, settings: Settings, arrays: dict[str, np.ndarray]) -> None:
-    """A build that goes on must be the same build."""
-    content = hashlib.sha256(b"".join(x.tobytes() for x in arrays.values())).hexdigest()
-    ours: dict[str, Any] = {"blocks": content, "manifest": manifest.model_dump(mode="json")}
-    ours |= {"held_out": settings.held_out, "shard_blocks": settings.shard_blocks}
+def begin(folder: Path, ours: dict[str, Any]) -> None:
+    """A new folder, or one where the same was begun: a build that goes on must be the same build."""
     path = folder / SETTINGS
     if path.exists():
         try:

@@ -51,6 +51,30 @@ def cache_build(
     build.build(out, texts, tokenizer, model, settings, console)
 
 
+@cache_app.command("import")
+def cache_import(
+    source: Annotated[Path, typer.Argument(help="A folder with shard_00000.pt and so on, written by torch.save.")],
+    out: Annotated[Path, typer.Argument(help="The cache folder to make.")],
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A tokenizer.json, its folder, or `bytes`; default: the name in meta.json.")
+    ] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that the teacher knows; default: as meta.json says.")
+    ] = None,
+    held_out: Annotated[float, typer.Option(min=0, max=0.5, help="Share of the blocks that is not trained on.")] = 0.02,
+) -> None:
+    """Make a cache from another program's: a teacher's top-K logits in `.pt` files.
+
+    Neither torch is needed, nor is anything run that the files ask for. Such caches have no normalisers of the logits:
+    train with `task.kd=renormalised`. Importing again into the same folder continues where it was cut off.
+
+    Example: `tinypod cache import wikitext103_L1024_K128 caches/wiki --tokenizer Qwen3-0.6B`
+    """
+    from tinypod.cache.importing import import_cache
+
+    import_cache(source, out, console, tokenizer, vocab_size, held_out)
+
+
 @cache_app.command("inspect")
 def cache_inspect(
     folder: Annotated[Path, typer.Argument(help="A cache folder.")],
