@@ -18,7 +18,7 @@ from jax import Array
 from rich.console import Console
 
 from tinypod import sharding
-from tinypod.data import blocks, tokens
+from tinypod.data import blocks, hub_text, tokens
 from tinypod.errors import UserError
 from tinypod.models import qwen3
 from tinypod.runs.storage import replace_file
@@ -42,7 +42,7 @@ class Settings(NamedTuple):
 
 def build(
     folder: Path,
-    texts: Sequence[Path],
+    texts: Sequence[Path | str],
     tokenizer: str,
     teacher: LanguageModel | None,
     settings: Settings,
@@ -59,7 +59,7 @@ def build(
         length=settings.length,
         vocab_size=vocab_size,
         tokenizer=tokenizer if tokenizer == tokens.BYTES else str(Path(tokenizer).absolute()),
-        origin=f"{len(texts)} file{'s' if len(texts) > 1 else ''}, {count * settings.length:,} tokens",
+        origin=f"{_origin(texts)}, {count * settings.length:,} tokens",
         masked="mask" in arrays,
         teacher=known,
     )
@@ -82,6 +82,12 @@ def build(
     return manifest
 
 
+def _origin(texts: Sequence[Path | str]) -> str:
+    named = [str(text) for text in texts if hub_text.is_hub(str(text))]
+    files = len(texts) - len(named)
+    return ", ".join(named + ([f"{files} file{'s' if files > 1 else ''}"] if files else []))
+
+
 def split_spans(count: int, held_out: float) -> dict[str, tuple[int, int]]:
     """Of each split its first block, and the one after its last; what is held out is at the end."""
     last = round(held_out * count) or (1 if held_out and count > 1 else 0)
@@ -93,12 +99,18 @@ def _cut(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + width, stop)
 
 
-def _read_blocks(texts: Sequence[Path], tokenizer: str, settings: Settings) -> tuple[dict[str, np.ndarray], int]:
+def _read_blocks(texts: Sequence[Path | str], tokenizer: str, settings: Settings) -> tuple[dict[str, np.ndarray], int]:
     """Documents in an order that the seed decides, so that the end of the text is a fair sample of it."""
     encoder = tokens.Tokenizer(tokenizer)
-    documents = [document for path in texts for document in tokens.read_documents(path, settings.field)]
-    order = np.random.default_rng(settings.seed).permutation(len(documents))
-    return tokens.pack((documents[i] for i in order), encoder, settings.length), encoder.vocab_size
+    encoded = tokens.encode((one for text in texts for one in _documents(text, settings.field)), encoder)
+    order = np.random.default_rng(settings.seed).permutation(len(encoded.ends))
+    return tokens.pack(encoded, order, settings.length), encoder.vocab_size
+
+
+def _documents(text: Path | str, field: str) -> Iterator[tokens.Document]:
+    if hub_text.is_hub(str(text)):
+        return hub_text.read_documents(str(text), field)
+    return tokens.read_documents(Path(text), field)
 
 
 def _describe(teacher: LanguageModel, settings: Settings) -> blocks.Teacher:

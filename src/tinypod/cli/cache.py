@@ -12,7 +12,13 @@ from tinypod.runs.terminal import say
 @cache_app.command("build")
 def cache_build(
     out: Annotated[Path, typer.Argument(help="The cache folder to make.")],
-    texts: Annotated[list[Path], typer.Argument(help="Text files, or JSONL with a `text` or `messages` a line.")],
+    texts: Annotated[
+        list[str],
+        typer.Argument(
+            help="Text files, JSONL with a `text` or `messages` a line, or datasets of the Hugging Face hub: "
+            "`hub:Salesforce/wikitext,config=wikitext-2-raw-v1,split=train,rows=lines`."
+        ),
+    ],
     teacher: Annotated[
         str | None, typer.Option(help="A Hugging Face folder of Qwen3, a packed one, or a run; default: no teacher.")
     ] = None,
@@ -25,7 +31,7 @@ def cache_build(
     held_out: Annotated[float, typer.Option(min=0, max=0.5, help="Share of the blocks that is not trained on.")] = 0.02,
     shard_blocks: Annotated[int, typer.Option(min=1, help="Blocks in a file.")] = 512,
     batch_size: Annotated[int, typer.Option(min=1, help="Blocks that the teacher sees at a time.")] = 16,
-    field: Annotated[str, typer.Option(help="The key of the text in JSONL.")] = "text",
+    field: Annotated[str, typer.Option(help="The key of the text in JSONL and in datasets of the hub.")] = "text",
     seed: Annotated[int, typer.Option(min=0, help="Decides the order of the documents.")] = 0,
 ) -> None:
     """Cut text into blocks, and keep what a teacher says of them: its largest logits, and their normaliser.
