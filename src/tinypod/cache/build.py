@@ -18,7 +18,7 @@ from jax import Array
 from rich.console import Console
 
 from tinypod import sharding
-from tinypod.data import blocks, tokens
+from tinypod.data import blocks, hub_text, tokens
 from tinypod.errors import UserError
 from tinypod.models import qwen3
 from tinypod.runs.storage import replace_file
@@ -43,7 +43,7 @@ class Settings(NamedTuple):
 
 def build(
     folder: Path,
-    texts: Sequence[Path],
+    texts: Sequence[Path | str],
     tokenizer: str,
     teacher: LanguageModel | None,
     settings: Settings,
@@ -55,17 +55,18 @@ def build(
     arrays, vocab_size = _read_blocks(texts, tokenizer, settings)
     known = None if teacher is None else _describe(teacher, settings)
     count = len(arrays["input_ids"])
-    held_out = round(settings.held_out * count) or (1 if settings.held_out and count > 1 else 0)
-    spans = {"train": (0, count - held_out)} | ({"held_out": (count - held_out, count)} if held_out else {})
+    spans = split_spans(count, settings.held_out)
     manifest = blocks.Manifest(
         length=settings.length,
         vocab_size=vocab_size,
         tokenizer=tokenizer if tokenizer == tokens.BYTES else str(Path(tokenizer).absolute()),
-        origin=f"{len(texts)} file{'s' if len(texts) > 1 else ''}, {count * settings.length:,} tokens",
+        origin=f"{_origin(texts)}, {count * settings.length:,} tokens",
         masked="mask" in arrays,
         teacher=known,
     )
-    _check_settings(folder, manifest, settings, arrays)
+    content = hashlib.sha256(b"".join(x.tobytes() for x in arrays.values())).hexdigest()
+    ours = {"blocks": content, "manifest": manifest.model_dump(mode="json")}
+    begin(folder, ours | {"held_out": settings.held_out, "shard_blocks": settings.shard_blocks})
     total = count * manifest.block_bytes()
     sizes = ", ".join(f"{stop - start:,} {name}" for name, (start, stop) in spans.items())
     say(console, f"{folder}: {count:,} blocks of {settings.length} tokens ({sizes}), {size(total)}")
@@ -82,17 +83,35 @@ def build(
     return manifest
 
 
+def _origin(texts: Sequence[Path | str]) -> str:
+    named = [str(text) for text in texts if hub_text.is_hub(str(text))]
+    files = len(texts) - len(named)
+    return ", ".join(named + ([f"{files} file{'s' if files > 1 else ''}"] if files else []))
+
+
+def split_spans(count: int, held_out: float) -> dict[str, tuple[int, int]]:
+    """Of each split its first block, and the one after its last; what is held out is at the end."""
+    last = round(held_out * count) or (1 if held_out and count > 1 else 0)
+    return {"train": (0, count - last)} | ({"held_out": (count - last, count)} if last else {})
+
+
 def _cut(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
     for first in range(start, stop, width):
         yield first, min(first + width, stop)
 
 
-def _read_blocks(texts: Sequence[Path], tokenizer: str, settings: Settings) -> tuple[dict[str, np.ndarray], int]:
+def _read_blocks(texts: Sequence[Path | str], tokenizer: str, settings: Settings) -> tuple[dict[str, np.ndarray], int]:
     """Documents in an order that the seed decides, so that the end of the text is a fair sample of it."""
     encoder = tokens.Tokenizer(tokenizer)
-    documents = [document for path in texts for document in tokens.read_documents(path, settings.field)]
-    order = np.random.default_rng(settings.seed).permutation(len(documents))
-    return tokens.pack((documents[i] for i in order), encoder, settings.length), encoder.vocab_size
+    encoded = tokens.encode((one for text in texts for one in _documents(text, settings.field)), encoder)
+    order = np.random.default_rng(settings.seed).permutation(len(encoded.ends))
+    return tokens.pack(encoded, order, settings.length), encoder.vocab_size
+
+
+def _documents(text: Path | str, field: str) -> Iterator[tokens.Document]:
+    if hub_text.is_hub(str(text)):
+        return hub_text.read_documents(str(text), field)
+    return tokens.read_documents(Path(text), field)
 
 
 def _describe(teacher: LanguageModel, settings: Settings) -> blocks.Teacher:
@@ -101,11 +120,8 @@ def _describe(teacher: LanguageModel, settings: Settings) -> blocks.Teacher:
     return blocks.Teacher(name=teacher.name, topk=settings.topk, temperatures=list(settings.temperatures))
 
 
-def _check_settings(folder: Path, manifest: blocks.Manifest, settings: Settings, arrays: dict[str, np.ndarray]) -> None:
-    """A build that goes on must be the same build."""
-    content = hashlib.sha256(b"".join(x.tobytes() for x in arrays.values())).hexdigest()
-    ours: dict[str, Any] = {"blocks": content, "manifest": manifest.model_dump(mode="json")}
-    ours |= {"held_out": settings.held_out, "shard_blocks": settings.shard_blocks}
+def begin(folder: Path, ours: dict[str, Any]) -> None:
+    """A new folder, or one where the same was begun: a build that goes on must be the same build."""
     path = folder / SETTINGS
     if path.exists():
         try:

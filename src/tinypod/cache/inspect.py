@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tinypod.data import blocks, tokens
+from tinypod.errors import DataError
 from tinypod.runs.terminal import size
 
 SHOWN = 48  # tokens of the first block
@@ -27,8 +28,9 @@ def render(folder: Path, manifest: blocks.Manifest) -> RenderableType:
         table.add_row("teacher", "none: for training on labels")
         return table
     temperatures = ", ".join(f"{one:g}" for one in manifest.teacher.temperatures)
+    normalisers = f"normalisers at T = {temperatures}" if temperatures else "no normalisers: task.kd=renormalised"
     table.add_row("teacher", Text(manifest.teacher.name))
-    table.add_row("of each position", f"the {manifest.teacher.topk} largest logits; normalisers at T = {temperatures}")
+    table.add_row("of each position", f"the {manifest.teacher.topk} largest logits; {normalisers}")
     return Group(table, *_beginning(folder, manifest))
 
 
@@ -36,14 +38,14 @@ def _beginning(folder: Path, manifest: blocks.Manifest) -> list[Text]:
     """The first tokens of the first block, and how sure the teacher was of them."""
     split = next(iter(manifest.splits))
     first = blocks.Blocks(folder, manifest, split).read([0])
-    ids = first["input_ids"][0, :SHOWN]
-    inside = np.exp(first["topk_logits"][0].astype(np.float32) - first["logz"][0, :, :1])
+    ids = first["input_ids"][0, :SHOWN].tolist()
     right = first["topk_idx"][0, :, 0] == first["input_ids"][0, 1:]
-    text = tokens.Tokenizer(manifest.tokenizer).decode(ids.tolist())
-    return [
-        Text(f"begins: {text!r}"),
-        Text(
-            f"of its first block the teacher has {right.mean():.1%} right, and {inside.sum(axis=-1).mean():.2%} of its "
-            f"mass in the {inside.shape[-1]} that are kept"
-        ),
-    ]
+    sure = f"of its first block the teacher has {right.mean():.1%} right"
+    if "logz" in first:
+        inside = np.exp(first["topk_logits"][0].astype(np.float32) - first["logz"][0, :, :1])
+        sure += f", and {inside.sum(axis=-1).mean():.2%} of its mass in the {inside.shape[-1]} that are kept"
+    try:
+        begins = repr(tokens.Tokenizer(manifest.tokenizer).decode(ids))
+    except DataError:  # an imported cache may only know its name
+        begins = f"tokens {', '.join(map(str, ids[:12]))}"
+    return [Text(f"begins: {begins}"), Text(sure)]

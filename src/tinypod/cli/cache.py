@@ -12,9 +12,15 @@ from tinypod.runs.terminal import say
 @cache_app.command("build")
 def cache_build(
     out: Annotated[Path, typer.Argument(help="The cache folder to make.")],
-    texts: Annotated[list[Path], typer.Argument(help="Text files, or JSONL with a `text` or `messages` a line.")],
+    texts: Annotated[
+        list[str],
+        typer.Argument(
+            help="Text files, JSONL with a `text` or `messages` a line, or datasets of the Hugging Face hub: "
+            "`hub:Salesforce/wikitext,config=wikitext-2-raw-v1,split=train,rows=lines`."
+        ),
+    ],
     teacher: Annotated[
-        str | None, typer.Option(help="A Hugging Face folder of Qwen3, or a run; default: blocks of text alone.")
+        str | None, typer.Option(help="A Hugging Face folder of Qwen3, a packed one, or a run; default: no teacher.")
     ] = None,
     tokenizer: Annotated[str, typer.Option(help="A tokenizer.json, its folder, or `bytes`.")] = "bytes",
     length: Annotated[int, typer.Option(min=2, help="Tokens in a block.")] = 1024,
@@ -25,7 +31,7 @@ def cache_build(
     held_out: Annotated[float, typer.Option(min=0, max=0.5, help="Share of the blocks that is not trained on.")] = 0.02,
     shard_blocks: Annotated[int, typer.Option(min=1, help="Blocks in a file.")] = 512,
     batch_size: Annotated[int, typer.Option(min=1, help="Blocks that the teacher sees at a time.")] = 16,
-    field: Annotated[str, typer.Option(help="The key of the text in JSONL.")] = "text",
+    field: Annotated[str, typer.Option(help="The key of the text in JSONL and in datasets of the hub.")] = "text",
     seed: Annotated[int, typer.Option(min=0, help="Decides the order of the documents.")] = 0,
 ) -> None:
     """Cut text into blocks, and keep what a teacher says of them: its largest logits, and their normaliser.
@@ -49,6 +55,30 @@ def cache_build(
     )
     model = None if teacher is None else language_model.load(teacher)
     build.build(out, texts, tokenizer, model, settings, console)
+
+
+@cache_app.command("import")
+def cache_import(
+    source: Annotated[Path, typer.Argument(help="A folder with shard_00000.pt and so on, written by torch.save.")],
+    out: Annotated[Path, typer.Argument(help="The cache folder to make.")],
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A tokenizer.json, its folder, or `bytes`; default: the name in meta.json.")
+    ] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that the teacher knows; default: as meta.json says.")
+    ] = None,
+    held_out: Annotated[float, typer.Option(min=0, max=0.5, help="Share of the blocks that is not trained on.")] = 0.02,
+) -> None:
+    """Make a cache from another program's: a teacher's top-K logits in `.pt` files.
+
+    Neither torch is needed, nor is anything run that the files ask for. Such caches have no normalisers of the logits:
+    train with `task.kd=renormalised`. Importing again into the same folder continues where it was cut off.
+
+    Example: `tinypod cache import wikitext103_L1024_K128 caches/wiki --tokenizer Qwen3-0.6B`
+    """
+    from tinypod.cache.importing import import_cache
+
+    import_cache(source, out, console, tokenizer, vocab_size, held_out)
 
 
 @cache_app.command("inspect")

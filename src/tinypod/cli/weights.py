@@ -16,19 +16,36 @@ def weights_export(
     out: Annotated[Path, typer.Argument(help="The PyTorch file to write; of a language model, the folder.")],
     checkpoint: shared.CheckpointOption = "best",
     weights: shared.WeightsOption = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of a language model's weights.")] = "bfloat16",
+    format: Annotated[
+        Literal["hugging_face", "peft", "packed"] | None,
+        typer.Option(help="Of a language model; default: hugging_face."),
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Of a language model's weights; default: bfloat16, of `packed` float16."),
+    ] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option(help="With `--format peft`: write the weights that the adapters belong to into this folder."),
+    ] = None,
 ) -> None:
-    """Write a run's weights for other programs: the TRM authors' state dict, or a Hugging Face folder.
+    """Write a run's weights for other programs: the TRM authors' state dict, or a language model in one of three forms.
 
-    Of a language model the effective weights are written: low-bit ones as floats, adapters merged.
+    `hugging_face` has the effective weights: low-bit ones as floats, adapters merged. `peft` has the adapters alone,
+    for PEFT's `PeftModel.from_pretrained`. `packed` has low-bit weights as they are, 2 or 4 bits each.
     """
     from tinypod.runs.folder import open_run
     from tinypod.runs.load import load_weights
     from tinypod.weights.exporting import write_weights
+    from tinypod.weights.importing import read_origin
 
-    loaded = load_weights(open_run(run), [], checkpoint, weights)
-    write_weights(out, loaded.experiment.config.model, loaded.params, dtype)
+    opened = open_run(run)
+    loaded = load_weights(opened, [], checkpoint, weights)
+    model, origin = loaded.experiment.config.model, read_origin(opened)
+    note = write_weights(out, model, loaded.params, dtype, format, base, origin)
     say(console, f"wrote {out}: step {loaded.step:,}, {loaded.weights} weights")
+    if note:
+        say(console, note)
 
 
 @weights_app.command("import")
@@ -36,12 +53,19 @@ def weights_import(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="WEIGHTS", help="The TRM authors' PyTorch file; for a language model, its folder, or another run."
+            metavar="WEIGHTS",
+            help="The TRM authors' PyTorch file; for a language model, a Hugging Face or packed folder, or a run.",
         ),
     ],
     config: Annotated[str, typer.Argument(help="The config of that model.")],
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run folder to make, local or gs://.")],
     overrides: shared.Overrides = None,
+    adapter: Annotated[
+        Path | None, typer.Option(help="A folder with a PEFT adapter, for a language model with `model.lora`.")
+    ] = None,
+    snap: Annotated[
+        bool, typer.Option("--snap", help="Round the magnitudes g of low-bit weights to float16 values.")
+    ] = False,
 ) -> None:
     """Make a run folder from weights, to evaluate, solve with, or train further.
 
@@ -51,8 +75,15 @@ def weights_import(
     from tinypod.runs.folder import open_run
     from tinypod.weights.importing import create_run
 
-    errors = create_run(open_run(run), load_config(config, overrides), source)
-    say(console, f"{run}: a run at step 0 with the weights of {source}")
-    if errors:
-        listed = ", ".join(f"{name} {error:.4f}" for name, error in errors.items())
+    imported = create_run(open_run(run), load_config(config, overrides), source, adapter, snap)
+    with_adapter = "" if adapter is None else f" and the adapter of {adapter}"
+    say(console, f"{run}: a run at step 0 with the weights of {source}{with_adapter}")
+    if imported.errors:
+        listed = ", ".join(f"{name} {error:.4f}" for name, error in imported.errors.items())
         say(console, f"relative error of the weights as quantised: {listed}")
+    if imported.snapped is not None:
+        say(
+            console,
+            f"magnitudes are float16 values now; the largest relative change of one is {imported.snapped:.2e}. Train "
+            "the rest with task.train.magnitudes=0",
+        )

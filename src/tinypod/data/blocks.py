@@ -2,8 +2,8 @@
 
 A shard holds `input_ids` int32 [n, L]; where not every token is scored, `mask` uint8 [n, L]; and of a teacher
 `topk_idx` int32 and `topk_logits` float16 [n, L-1, K], by falling logit, with `logz` float32 [n, L-1, temperatures],
-log Σ exp(logit / T) over the whole vocabulary. Position p is about token p + 1. Blocks are read by their number,
-whichever shard they are in; the manifest is written last.
+log Σ exp(logit / T) over the whole vocabulary; caches of other programs have none. Position p is about token p + 1.
+Blocks are read by their number, whichever shard they are in; the manifest is written last.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ class Shard(Config):
 class Teacher(Config):
     name: str  # a run or a folder
     topk: PositiveInt
-    temperatures: Annotated[list[PositiveFloat], Field(min_length=1)]
+    temperatures: list[PositiveFloat]  # of the normalisers; none in caches of other programs
 
 
 class Manifest(Config):
@@ -59,7 +59,8 @@ class Manifest(Config):
         if self.teacher is not None:
             found["topk_idx"] = ((positions, self.teacher.topk), np.int32)
             found["topk_logits"] = ((positions, self.teacher.topk), np.float16)
-            found["logz"] = ((positions, len(self.teacher.temperatures)), np.float32)
+            if self.teacher.temperatures:
+                found["logz"] = ((positions, len(self.teacher.temperatures)), np.float32)
         return found
 
     def block_bytes(self) -> int:

@@ -5,7 +5,8 @@
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,13 +83,16 @@ def read_documents(path: Path, field: str = "text") -> Iterator[Document]:
     for number, line in enumerate(content.splitlines(), start=1):
         if line.strip():
             try:
-                row = json.loads(line)
-                yield _chat(row["messages"]) if "messages" in row else Document(((str(row[field]), True),))
+                yield to_document(json.loads(line), field)
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(
                     f"{path}:{number}: expected a JSON object with `{field}`, or with `messages` of role and content "
                     f"({type(error).__name__}: {error})"
                 ) from None
+
+
+def to_document(row: dict[str, Any], field: str) -> Document:
+    return _chat(row["messages"]) if "messages" in row else Document(((str(row[field]), True),))
 
 
 def _chat(messages: Sequence[dict[str, str]]) -> Document:
@@ -104,21 +108,38 @@ def _chat(messages: Sequence[dict[str, str]]) -> Document:
     return Document(tuple(parts))
 
 
-def pack(documents: Iterator[Document], tokenizer: Tokenizer, length: int) -> dict[str, np.ndarray]:
-    """Documents one after the other, each with its end, cut into blocks; what is left over at the end is dropped."""
-    tokens: list[np.ndarray] = []
-    masks: list[np.ndarray] = []
+class Encoded(NamedTuple):
+    """Documents as tokens, one after the other: each document's end, and whether each token is scored."""
+
+    ids: np.ndarray
+    scored: np.ndarray
+    ends: np.ndarray
+
+
+def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Encoded:
+    """Each document as it comes, so that the text itself need not be kept: 5 bytes a token are."""
+    ids, scored, ends = array("i"), bytearray(), array("q")
     for document in documents:
-        for text, scored in document.parts:
-            ids = np.asarray(tokenizer.encode(text), np.int32)
-            tokens.append(ids)
-            masks.append(np.full(len(ids), scored, np.uint8))
-        tokens.append(np.asarray([tokenizer.end], np.int32))
-        masks.append(np.ones(1, np.uint8))
-    joined = np.concatenate(tokens or [np.zeros(0, np.int32)])
-    mask = np.concatenate(masks or [np.zeros(0, np.uint8)])
-    count = len(joined) // length
+        for text, counts in document.parts:
+            new = tokenizer.encode(text)
+            ids.extend(new)
+            scored.extend((b"\1" if counts else b"\0") * len(new))
+        ids.append(tokenizer.end)
+        scored.append(1)
+        ends.append(len(ids))
+    return Encoded(np.array(ids, np.int32), np.frombuffer(bytes(scored), np.uint8), np.array(ends, np.int64))
+
+
+def pack(encoded: Encoded, order: np.ndarray, length: int) -> dict[str, np.ndarray]:
+    """Documents one after the other in an order, cut into blocks; what is left over at the end is dropped."""
+    count = len(encoded.ids) // length
     if count == 0:
-        raise DataError(f"the text has {len(joined)} tokens, not enough for a block of {length}")
-    blocks = {"input_ids": joined[: count * length].reshape(count, length)}
-    return blocks if mask.all() else blocks | {"mask": mask[: count * length].reshape(count, length)}
+        raise DataError(f"the text has {len(encoded.ids)} tokens, not enough for a block of {length}")
+    starts = np.concatenate([[0], encoded.ends[:-1]])
+
+    def cut(x: np.ndarray) -> np.ndarray:
+        joined = np.concatenate([x[starts[i] : encoded.ends[i]] for i in order])
+        return joined[: count * length].reshape(count, length)
+
+    blocks = {"input_ids": cut(encoded.ids)}
+    return blocks if encoded.scored.all() else blocks | {"mask": cut(encoded.scored)}

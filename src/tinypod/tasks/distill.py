@@ -113,6 +113,11 @@ def check(config: Any, opened: Opened) -> None:
             f"{opened.folder} has no teacher's logits: build it with --teacher, or train on the text alone: "
             "task.kd_weight=0 task.top1_weight=0 task.label_weight=1"
         )
+    if teacher is not None and task.kd == "tail" and not teacher.temperatures:
+        raise ConfigError(
+            f"task.kd=tail: {opened.folder} was imported, and has no normalisers of the teacher's logits; use "
+            "task.kd=renormalised, or make a cache with `tinypod cache build`"
+        )
     if teacher is not None and task.kd == "tail" and task.temperature not in teacher.temperatures:
         known = ", ".join(f"{one:g}" for one in teacher.temperatures)
         raise ConfigError(
@@ -226,9 +231,9 @@ def split_batch(manifest: blocks.Manifest, task: DistillTaskConfig, batch: dict[
     known = {"labels": batch["input_ids"][:, 1:]}
     mask = batch.get("mask", jnp.ones_like(batch["input_ids"]))[:, 1:]
     if manifest.teacher is not None and "topk_idx" in batch:
-        places = manifest.teacher.temperatures
-        at = places.index(task.temperature) if task.temperature in places else 0  # the renormalised loss needs none
-        known |= {"topk_idx": batch["topk_idx"], "topk_logits": batch["topk_logits"], "logz": batch["logz"][..., at]}
+        known |= {"topk_idx": batch["topk_idx"], "topk_logits": batch["topk_logits"]}
+        if task.kd == "tail":
+            known["logz"] = batch["logz"][..., manifest.teacher.temperatures.index(task.temperature)]
     return known, mask
 
 

@@ -26,17 +26,24 @@ def log_rest(log_mass: Array) -> Array:
 
 
 def kd_divergence(
-    kind: KD, teacher_BCK: Array, logz_BC: Array, student_BCK: Array, student_logz_BC: Array, temperature: float
+    kind: KD,
+    teacher_BCK: Array,
+    logz_BC: Array | None,
+    student_BCK: Array,
+    student_logz_BC: Array,
+    temperature: float,
 ) -> Array:
     """KL(teacher ‖ student) of each position, in nats, times the square of the temperature, as is usual.
 
-    The logits of both at the teacher's top K, not divided by the temperature; each logz is log Σ exp(logit / T).
+    The logits of both at the teacher's top K, not divided by the temperature; each logz is log Σ exp(logit / T), of
+    the teacher only for `tail`.
     """
     t = teacher_BCK.astype(jnp.float32) / temperature
     s = student_BCK / temperature
     if kind == "renormalised":
         log_t, log_s = jax.nn.log_softmax(t, axis=-1), jax.nn.log_softmax(s, axis=-1)
         return temperature**2 * jnp.sum(jnp.exp(log_t) * (log_t - log_s), axis=-1)
+    assert logz_BC is not None
     log_t, log_s = t - logz_BC[..., None], s - student_logz_BC[..., None]
     tail_t, tail_s = (log_rest(jax.nn.logsumexp(x, axis=-1)) for x in (log_t, log_s))
     inside = jnp.sum(jnp.exp(log_t) * (log_t - log_s), axis=-1)
@@ -59,7 +66,7 @@ def position_terms(logits_BCV: Array, known: dict[str, Array], kd: KD, temperatu
         top = known["topk_idx"]
         hot = logz if temperature == 1.0 else jax.nn.logsumexp(logits_BCV / temperature, axis=-1)
         terms |= {
-            "kd_loss": kd_divergence(kd, known["topk_logits"], known["logz"], at(top), hot, temperature),
+            "kd_loss": kd_divergence(kd, known["topk_logits"], known.get("logz"), at(top), hot, temperature),
             "top1_loss": logz - at(top[..., :1])[..., 0],
             "agreement": (best == top[..., 0]).astype(jnp.float32),
         }

@@ -95,3 +95,39 @@ def merge(config: Qwen3Config, params: Params) -> tuple[Qwen3Config, Params]:
     """Plain float weights, whatever the model is made of: what other programs can read."""
     plain = config.model_copy(update={"lora": None, "low_bit": None, "weight_dtype": "float32"})
     return plain, convert(config, params, plain).params
+
+
+def without_adapters(config: Qwen3Config, params: Params) -> tuple[Qwen3Config, Params]:
+    """The base that the adapters belong to."""
+
+    def bare(leaf: Any) -> Any:
+        return {part: x for part, x in leaf.items() if not part.startswith("lora_")} if isinstance(leaf, dict) else leaf
+
+    layers = params["layers"]
+    groups = {group: {name: bare(leaf) for name, leaf in layers[group].items()} for group in ("attention", "mlp")}
+    return config.model_copy(update={"lora": None}), params | {"layers": layers | groups}
+
+
+def with_adapters(params: Params, adapters: dict[str, dict[str, Any]]) -> Params:
+    """Other adapters in the place of those that there are, by linear layer."""
+    layers = params["layers"]
+    groups = {
+        group: {name: leaf | adapters[name] if name in adapters else leaf for name, leaf in layers[group].items()}
+        for group in ("attention", "mlp")
+    }
+    return params | {"layers": layers | groups}
+
+
+def snap_magnitudes(params: Params) -> tuple[Params, float]:
+    """Every g of the low-bit weights as float16 can hold it, and the largest relative change of one."""
+    largest = 0.0
+    groups: dict[str, Params] = {}
+    for group in ("attention", "mlp"):
+        groups[group] = dict(params["layers"][group])
+        for name, leaf in groups[group].items():
+            if low_bit.is_low_bit(leaf):
+                snapped = low_bit.snap(leaf["g"])
+                changes = jnp.abs(snapped - leaf["g"]) / jnp.where(leaf["g"] == 0, 1.0, jnp.abs(leaf["g"]))
+                largest = max(largest, float(jnp.max(changes)))
+                groups[group][name] = leaf | {"g": snapped}
+    return params | {"layers": params["layers"] | groups}, largest

@@ -146,7 +146,7 @@ def read_params(folder: Path, config: Qwen3Config, shapes: Params, shardings: Pa
         def read(path: Any, wanted: Any, sharding: Any) -> jax.Array:
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             return jax.make_array_from_callback(
-                wanted.shape, sharding, lambda index: _read(tensors, name, wanted, index or ())
+                wanted.shape, sharding, lambda index: read_slice(tensors, name, wanted, index or ())
             )
 
         return jax.tree_util.tree_map_with_path(read, shapes, shardings)
@@ -162,7 +162,7 @@ def names(path: str, num_layers: int) -> list[str]:
     return [f"model.layers.{i}.{_MODULES[group]}.{name}_proj.weight" for i in range(num_layers)]
 
 
-def _read(tensors: Tensors, path: str, wanted: Any, index: tuple[slice, ...]) -> np.ndarray:
+def read_slice(tensors: Tensors, path: str, wanted: Any, index: tuple[slice, ...]) -> np.ndarray:
     """The part of one of our arrays that `index` says."""
     theirs = names(path, wanted.shape[0])
     if path in ("embed", "norm"):
@@ -198,13 +198,19 @@ def _inner(index: tuple[slice, ...]) -> tuple[slice, ...]:
 
 
 def write_params(folder: Path, config: Qwen3Config, params: Params, dtype: str = "bfloat16") -> None:
-    """Float weights as a Hugging Face folder; shards of at most 4 GiB."""
+    """Float weights as a Hugging Face folder."""
+    write_tensors(folder, tensors_of(params, np.dtype(dtype)))
+    write_model_config(folder, config, dtype)
+
+
+def write_tensors(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> list[str]:
+    """Files of at most 4 GiB, with an index if they are several; returns their names."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     files: list[dict[str, np.ndarray]] = [{}]
     size, total = 0, 0
-    for name, tensor in _tensors(params, np.dtype(dtype)):
+    for name, tensor in tensors:
         if size + tensor.nbytes > SHARD_BYTES and files[-1]:
             files.append({})
             size = 0
@@ -212,17 +218,20 @@ def write_params(folder: Path, config: Qwen3Config, params: Params, dtype: str =
         size, total = size + tensor.nbytes, total + tensor.nbytes
     count = len(files)
     where: dict[str, str] = {}
-    for number, tensors in enumerate(files, start=1):
+    for number, some in enumerate(files, start=1):
         file = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        where |= dict.fromkeys(tensors, file)
+        save_file(some, folder / file, metadata={"format": "pt"})
+        where |= dict.fromkeys(some, file)
+    written = list(dict.fromkeys(where.values()))
     if count > 1:
         index = {"metadata": {"total_size": total}, "weight_map": where}
         replace_file(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
-    write_model_config(folder, config, dtype)
+        written.append(INDEX)
+    return written
 
 
-def _tensors(params: Params, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
+def tensors_of(params: Params, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
+    """Our plain weights under their names and in their orientation."""
     for path, leaf in flatten(params).items():
         theirs = names(path, leaf.shape[0])
         for number, name in enumerate(theirs):

@@ -1,4 +1,4 @@
-"""A language model by where it lies: a Hugging Face folder, or a run of ours, on the devices at hand."""
+"""A language model by where it lies: a Hugging Face folder, a packed one, or a run of ours, on the devices at hand."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from tinypod.models import qwen3
 from tinypod.runs import storage
 from tinypod.runs.folder import CONFIG, open_run
 from tinypod.runs.load import load_weights
-from tinypod.weights import hugging_face
+from tinypod.weights import hugging_face, packed
 
 
 class LanguageModel(NamedTuple):
@@ -26,13 +26,14 @@ def load(
 ) -> LanguageModel:
     """`overrides` are keys of `model`, like dtype=float32."""
     path = Path(source)
-    if (path / hugging_face.CONFIG).exists():
-        more = dict(override.split("=", 1) for override in overrides)
-        return _from_folder(path, more, mesh or sharding.MeshConfig())
+    more = dict(override.split("=", 1) for override in overrides)
+    for file, read in ((packed.ABOUT, _from_packed), (hugging_face.CONFIG, _from_folder)):
+        if (path / file).exists():
+            return read(path, more, mesh or sharding.MeshConfig())
     if not storage.is_remote(source) and not (path / CONFIG).exists():
         raise UserError(
-            f"{source}: expected a language model, in a run (it has no {CONFIG}) or in a Hugging Face folder (no "
-            f"{hugging_face.CONFIG})"
+            f"{source}: expected a language model, in a run (it has no {CONFIG}), in a Hugging Face folder (no "
+            f"{hugging_face.CONFIG}) or in a packed one (no {packed.ABOUT})"
         )
     loaded = load_weights(open_run(source), [f"model.{override}" for override in overrides], checkpoint)
     experiment = loaded.experiment
@@ -49,6 +50,13 @@ def _from_folder(folder: Path, more: dict[str, Any], layout: sharding.MeshConfig
     specs = sharding.param_specs(qwen3.sharding_rules(config), shapes, mesh)
     params = hugging_face.read_params(folder, config, shapes, sharding.named(mesh, specs))
     return LanguageModel(str(folder), config, params, mesh)
+
+
+def _from_packed(folder: Path, more: dict[str, Any], layout: sharding.MeshConfig) -> LanguageModel:
+    config, params = packed.read(folder, **more)
+    mesh = sharding.make_mesh(layout)
+    specs = sharding.param_specs(qwen3.sharding_rules(config), params, mesh)
+    return LanguageModel(str(folder), config, sharding.put(params, sharding.named(mesh, specs)), mesh)
 
 
 def place(model: LanguageModel) -> sharding.Placement:
