@@ -234,11 +234,11 @@ def constrain(x: Array, spec: PartitionSpec, mesh: Mesh | None = None) -> Array:
 
 
 def free_axes(mesh: Mesh | None) -> tuple[Any, list[str]]:
-    """The mesh as it is at this place of a program, and its axes of several devices that are not taken apart there."""
+    """The mesh as it is at this place of a program, and its axes that are not taken apart there yet; none on one device."""
     inside = jax.sharding.get_abstract_mesh()
     found = mesh if inside.empty else inside
     taken = () if inside.empty else inside.manual_axes
-    return found, [] if found is None else [axis for axis in AXES if found.shape[axis] > 1 and axis not in taken]
+    return found, [] if found is None or found.size == 1 else [axis for axis in AXES if axis not in taken]
 
 
 def place(mesh: Mesh, specs: Tree) -> Placement:
