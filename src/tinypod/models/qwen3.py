@@ -162,6 +162,32 @@ def linear(config: Qwen3Config, name: str, leaf: dict[str, Array], x: Array) -> 
     return y
 
 
+Rope = tuple[Array, Array]
+Project = Callable[[Qwen3Config, str, dict[str, Array], Array], Array]  # as `linear`: how a linear layer is applied
+
+
+def before_attention(
+    config: Qwen3Config, layer: Params, x_BTD: Array, rope: Rope, project: Project = linear
+) -> tuple[Array, Array, Array]:
+    """The first part of a layer: queries [B, T, N, H], keys and values [B, T, K, H], with their positions."""
+    part = layer["attention"]
+    h_BTD = layers.scaled_rms_norm(x_BTD, layer["attention_norm"], config.norm_eps)
+    q_BTNH, k_BTKH, v_BTKH = (project(config, name, part[name], h_BTD) for name in "qkv")
+    q_BTNH = layers.rotate(layers.scaled_rms_norm(q_BTNH, part["q_norm"], config.norm_eps), *rope)
+    k_BTKH = layers.rotate(layers.scaled_rms_norm(k_BTKH, part["k_norm"], config.norm_eps), *rope)
+    return q_BTNH, k_BTKH, v_BTKH
+
+
+def after_attention(
+    config: Qwen3Config, layer: Params, x_BTD: Array, y_BTNH: Array, project: Project = linear
+) -> Array:
+    """The rest of it: `y` is what attention made of the values."""
+    x_BTD = x_BTD + project(config, "o", layer["attention"]["o"], y_BTNH)
+    h_BTD = layers.scaled_rms_norm(x_BTD, layer["mlp_norm"], config.norm_eps)
+    gate_BTF, up_BTF = (project(config, name, layer["mlp"][name], h_BTD) for name in ("gate", "up"))
+    return x_BTD + project(config, "down", layer["mlp"]["down"], jax.nn.silu(gate_BTF) * up_BTF)
+
+
 def make_block(config: Qwen3Config, num_positions: int, gather: Gather | None) -> Callable[[Array, Params], Array]:
     """One layer of the stack."""
     rope = layers.rope_tables(num_positions, config.head_dim, config.rope_theta)
@@ -169,22 +195,8 @@ def make_block(config: Qwen3Config, num_positions: int, gather: Gather | None) -
     def block(x_BTD: Array, layer: Params) -> Array:
         if gather is not None:
             layer = gather("layers", layer)
-        attention, mlp = layer["attention"], layer["mlp"]
-
-        def project(name: str, x: Array) -> Array:
-            return linear(config, name, (attention | mlp)[name], x)
-
-        def norm(x: Array, weight: Array) -> Array:
-            return layers.scaled_rms_norm(x, weight, config.norm_eps)
-
-        h_BTD = norm(x_BTD, layer["attention_norm"])
-        q_BTNH = layers.rotate(norm(project("q", h_BTD), attention["q_norm"]), *rope)
-        k_BTKH = layers.rotate(norm(project("k", h_BTD), attention["k_norm"]), *rope)
-        y_BTNH = layers.causal_attention(q_BTNH, k_BTKH, project("v", h_BTD))
-        x_BTD = x_BTD + project("o", y_BTNH)
-        h_BTD = norm(x_BTD, layer["mlp_norm"])
-        inner_BTF = jax.nn.silu(project("gate", h_BTD)) * project("up", h_BTD)
-        return x_BTD + project("down", inner_BTF)
+        y_BTNH = layers.causal_attention(*before_attention(config, layer, x_BTD, rope))
+        return after_attention(config, layer, x_BTD, y_BTNH)
 
     return jax.checkpoint(block) if config.remat else block
 
