@@ -25,6 +25,7 @@ from tinypod.runs.load import load_weights
 from tinypod.runs.saver import open_checkpoints
 from tinypod.train import train
 from tinypod.weights import hugging_face, language_model
+from tinypod.weights.convert import convert
 from tinypod.weights.exporting import write_weights
 from tinypod.weights.importing import create_run
 
@@ -228,6 +229,35 @@ def test_resumed_to_the_bit_and_the_same_on_any_mesh(teacher: Path, cache: Path,
         for path, leaf in flatten(state_of(run, 4).params).items():
             expected, found = np.asarray(straight[path], np.float32), np.asarray(leaf, np.float32)
             np.testing.assert_allclose(found, expected, rtol=2e-2, atol=2e-4, err_msg=f"{mesh} {path}")
+
+
+@pytest.mark.slow
+def test_straight_through_weights_move_their_indices_and_are_resumed_to_the_bit(
+    teacher: Path, cache: Path, tmp_path: Path
+) -> None:
+    form = FORMS["low-bit"] | {"straight_through": True}
+    for name, stops in (("straight", (4,)), ("resumed", (2, 4))):
+        create_run(Run(tmp_path / name), make_config(cache, **form), str(teacher / "run"))
+        before = state_of(tmp_path / name, 0).params
+        for steps in stops:
+            train(make_config(cache, f"steps={steps}", **form), Run(tmp_path / name), QUIET)
+    first, second = (flatten(state_of(tmp_path / name, 4)) for name in ("straight", "resumed"))
+    for path, leaf in first.items():
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(second[path]), err_msg=path)
+    after = state_of(tmp_path / "straight", 4).params
+    flat = flatten(before), flatten(after)
+    moved = {path.rpartition(".")[2] for path in flat[0] if not np.array_equal(flat[0][path], flat[1][path])}
+    assert moved == {"A", "B", "g", "latent"}
+    frozen = make_config(cache, **FORMS["low-bit"]).model
+    trained = make_config(cache, **form).model
+    indices = [convert(trained, params, frozen).params["layers"]["mlp"]["up"]["index"] for params in (before, after)]
+    assert not np.array_equal(*indices)
+    # What was trained is what is evaluated, exported and frozen.
+    create_run(Run(tmp_path / "frozen"), make_config(cache, **FORMS["low-bit"]), str(tmp_path / "straight"))
+    assert scores(tmp_path / "frozen") == scores(tmp_path / "straight")
+    write_weights(tmp_path / "out", trained, after, "float32")
+    create_run(Run(tmp_path / "plain"), make_config(cache), str(tmp_path / "out"))
+    assert scores(tmp_path / "plain") == pytest.approx(scores(tmp_path / "straight"), rel=1e-5)
 
 
 def test_the_perplexity_of_a_text_is_that_of_overlapping_windows(teacher: Path, tmp_path: Path) -> None:

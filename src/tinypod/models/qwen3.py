@@ -59,6 +59,7 @@ class Qwen3Config(Config):
     weight_dtype: Literal["float32", "bfloat16"] = "float32"  # of plain weights; bfloat16 only where they are frozen
     remat: bool = False  # recompute each layer's activations in the backward pass
     low_bit: Preset | LowBit | None = None
+    straight_through: bool = False  # train low-bit weights too, not their scales alone: the indices follow them
     lora: Lora | None = None
 
     @model_validator(mode="after")
@@ -67,6 +68,12 @@ class Qwen3Config(Config):
             raise ValueError(f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even for RoPE")
+        if self.straight_through and self.low_bit is None:
+            raise ValueError("straight_through=true is for low-bit weights: set low_bit, or straight_through=false")
+        if self.straight_through and self.lora is not None:
+            raise ValueError(
+                "straight_through=true trains the weights, lora freezes them: set one of them to null/false"
+            )
         return self
 
     @property
@@ -114,6 +121,9 @@ def init_linear(config: Qwen3Config, name: str, key: Array) -> dict[str, Array]:
     leaf: dict[str, Array] = {}
     if config.quantisation is not None:
         leaf |= low_bit.init(weight_key, config.num_layers, inputs, outputs, config.bits(name), config.rank(name))
+        if config.straight_through:
+            latent = jax.lax.map(lambda one: low_bit.effective(one, config.bits(name)), leaf)
+            leaf = low_bit.straight_through(leaf, latent)
     else:
         std = 1 / math.sqrt(math.prod(inputs))
         weight = layers.truncated_normal(weight_key, (config.num_layers, *inputs, *outputs), std)
@@ -137,7 +147,8 @@ def sharding_rules(config: Qwen3Config) -> Rules:
         if config.quantisation is None:
             rules.append((leaf + "weight", PartitionSpec(None, *into, *out)))
         else:
-            rules.append((leaf + "index", PartitionSpec(None, *into, *out)))
+            indices = "latent" if config.straight_through else "index"
+            rules.append((leaf + indices, PartitionSpec(None, *into, *out)))
             rules += [(leaf + "A", PartitionSpec(None, *out)), (leaf + "B", PartitionSpec(None, None, *into))]
             rules.append((leaf + "g", PartitionSpec()))
         if config.lora is not None and name in config.lora.targets:
@@ -216,6 +227,18 @@ def head(config: Qwen3Config, params: Params, gather: Gather | None = None) -> C
     weight = params[name] if gather is None else gather(name, params[name])
     weight = (weight.T if config.tied else weight).astype(config.dtype)
     return lambda hidden: jnp.matmul(hidden, weight, preferred_element_type=jnp.float32)
+
+
+def bits_per_weight(config: Qwen3Config, *names: str) -> float:
+    """Of the linear layers named, or of all: low-bit ones with scales in float16, plain ones as they are stored."""
+    total = count = 0.0
+    for name in names or LINEARS:
+        inputs, outputs = (math.prod(config.sizes(letters)) for letters in LINEARS[name][1:])
+        bits = float(jnp.dtype(config.weight_dtype).itemsize * 8)
+        if config.quantisation is not None:
+            bits = low_bit.bits_per_weight(inputs, outputs, config.bits(name), config.rank(name))
+        total, count = total + bits * inputs * outputs, count + inputs * outputs
+    return total / count
 
 
 def count_matmul_flops(config: Qwen3Config, length: int, *, training: bool, trains_weights: bool = True) -> int:

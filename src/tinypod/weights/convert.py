@@ -2,7 +2,8 @@
 
 What is the same in both is taken over as it is. A plain weight that becomes low-bit is quantised anew; so is one whose
 bits or ranks change, from its effective weight. An adapter that the target does not have is merged: added to a plain
-weight; into a low-bit one by choosing its indices again under the scales that it has.
+weight; into a low-bit one by choosing its indices again under the scales that it has. A straight-through weight begins
+as the source's effective weight; one that becomes frozen keeps the indices that it had, and its effective weight.
 """
 
 from typing import Any, NamedTuple
@@ -66,7 +67,8 @@ def _convert_base(
     inputs, low = len(LINEARS[name][1]), target.quantisation
     same_form = low is not None and low_bit.is_low_bit(base)
     same_form = same_form and (source.bits(name), source.rank(name)) == (target.bits(name), target.rank(name))
-    if (same_form or (low is None and not low_bit.is_low_bit(base))) and not merged:
+    same_leaf = same_form and source.straight_through == target.straight_through
+    if (same_leaf or (low is None and not low_bit.is_low_bit(base))) and not merged:
         return {part: x.astype(target.weight_dtype) if part == "weight" else x for part, x in base.items()}, None
 
     def weight(one: dict[str, Any], adapter: dict[str, Any]) -> Any:
@@ -85,6 +87,7 @@ def _convert_base(
         else:
             options = {"rank": target.rank(name), "group_size": low.group_size, "rounds": low.fit_rounds}
             made = low_bit.quantise(w, inputs=inputs, bits=bits, **options)
+        made = low_bit.straight_through(made, w) if target.straight_through else made
         return made, low_bit.relative_error(w, made, bits)
 
     made, errors = jax.jit(lambda parts: jax.lax.map(one_layer, parts))((base, merged))
@@ -93,5 +96,6 @@ def _convert_base(
 
 def merge(config: Qwen3Config, params: Params) -> tuple[Qwen3Config, Params]:
     """Plain float weights, whatever the model is made of: what other programs can read."""
-    plain = config.model_copy(update={"lora": None, "low_bit": None, "weight_dtype": "float32"})
+    forms = {"lora": None, "low_bit": None, "straight_through": False, "weight_dtype": "float32"}
+    plain = config.model_copy(update=forms)
     return plain, convert(config, params, plain).params
