@@ -42,17 +42,28 @@ def weights_import(
     config: Annotated[str, typer.Argument(help="The config of that model.")],
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run folder to make, local or gs://.")],
     overrides: shared.Overrides = None,
+    rounding: Annotated[
+        Literal["int4", "nf4", "int2"] | None,
+        typer.Option("--round", help="Round a language model's plain weights in groups of inputs: a baseline."),
+    ] = None,
+    group_size: Annotated[int, typer.Option(min=1, help="With --round: inputs that share a scale.")] = 32,
 ) -> None:
     """Make a run folder from weights, to evaluate, solve with, or train further.
 
     A language model takes the form that the config gives it: with `model.low_bit` its weights are quantised, with
-    `model.lora` it gets adapters, without them the source's are merged.
+    `model.lora` it gets adapters, without them the source's are merged. What was quantised is shown with its errors, on
+    the config's held-out text.
     """
     from tinypod.runs.folder import open_run
+    from tinypod.weights import fidelity
     from tinypod.weights.importing import create_run
+    from tinypod.weights.rounding import Rounding, check_installed
 
-    errors = create_run(open_run(run), load_config(config, overrides), source)
+    groups = None
+    if rounding is not None:
+        check_installed()
+        groups = Rounding(rounding, group_size)
+    quantised = create_run(open_run(run), load_config(config, overrides), source, groups, measure=True)
     say(console, f"{run}: a run at step 0 with the weights of {source}")
-    if errors:
-        listed = ", ".join(f"{name} {error:.4f}" for name, error in errors.items())
-        say(console, f"relative error of the weights as quantised: {listed}")
+    if quantised is not None:
+        console.print(fidelity.render(quantised), highlight=False)
