@@ -169,6 +169,7 @@ def build_task(config: Any, opened: Opened, gather: Gather | None = None) -> Tas
         return qwen3.count_matmul_flops(model, manifest.length, training=training, trains_weights=trains_weights)
 
     low = f", low-bit {model.low_bit}" if isinstance(model.low_bit, str) else ", low-bit" if model.low_bit else ""
+    low += f" ({qwen3.bits_per_weight(model):.2f} bits per weight of its linear layers)" if model.low_bit else ""
     low += ", straight-through" if model.straight_through else ""
     adapters = f", LoRA of rank {model.lora.rank}" if model.lora else ""
     return Task(
