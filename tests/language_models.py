@@ -50,7 +50,8 @@ def in_transformers(folder: Path, config: Qwen3Config, params: Any) -> Any:
 
 
 def our_logits(config: Qwen3Config, params: Any, tokens: np.ndarray) -> np.ndarray:
-    return np.asarray(qwen3.head(config, params)(qwen3.apply(config, params, tokens)))
+    prepared = qwen3.prepare(config, params)
+    return np.asarray(qwen3.head(config, prepared)(qwen3.apply(config, prepared, tokens)))
 
 
 def their_logits(model: Any, tokens: np.ndarray) -> np.ndarray:

@@ -14,6 +14,7 @@ IN_ONE_PLACE = {
     "fsspec": "gcs",
     "gcsfs": "gcs",
     "numba": "sudoku",
+    "qwix": "baselines",
     "torch": "torch",
     "wandb": "wandb",
 }

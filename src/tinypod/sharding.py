@@ -234,7 +234,7 @@ def constrain(x: Array, spec: PartitionSpec, mesh: Mesh | None = None) -> Array:
 
 
 def free_axes(mesh: Mesh | None) -> tuple[Any, list[str]]:
-    """The mesh as it is at this place of a program, and its axes that are not taken apart there yet; none on one device."""
+    """The mesh as it is at this place of a program, and its axes that are not taken apart yet; none on one device."""
     inside = jax.sharding.get_abstract_mesh()
     found = mesh if inside.empty else inside
     taken = () if inside.empty else inside.manual_axes

@@ -73,6 +73,7 @@ def test_solve_takes_characters_files_and_held_out_puzzles(trained: Path, tmp_pa
     listed.write_bytes(b"\xff\xfe\x00")
     assert "not a text file" in refused("solve", trained, listed)
     assert "there are 21 held-out puzzles" in refused("solve", trained, "--number", 21)
+    assert "not of a language model" in refused("generate", trained, "hello")
 
 
 def test_wrong_arguments_are_named(trained: Path, tmp_path: Path) -> None:

@@ -22,9 +22,11 @@ from tinypod.models import qwen3
 from tinypod.runs.checksums import flatten
 from tinypod.runs.folder import Run
 from tinypod.runs.load import load_weights
+from tinypod.runs.report import scores_table
 from tinypod.runs.saver import open_checkpoints
 from tinypod.train import train
 from tinypod.weights import hugging_face, language_model
+from tinypod.weights.convert import convert
 from tinypod.weights.exporting import write_weights
 from tinypod.weights.importing import create_run
 
@@ -232,6 +234,35 @@ def test_resumed_to_the_bit_and_the_same_on_any_mesh(teacher: Path, cache: Path,
             np.testing.assert_allclose(found, expected, rtol=2e-2, atol=2e-4, err_msg=f"{mesh} {path}")
 
 
+@pytest.mark.slow
+def test_straight_through_weights_move_their_indices_and_are_resumed_to_the_bit(
+    teacher: Path, cache: Path, tmp_path: Path
+) -> None:
+    form = FORMS["low-bit"] | {"straight_through": True}
+    for name, stops in (("straight", (4,)), ("resumed", (2, 4))):
+        create_run(Run(tmp_path / name), make_config(cache, **form), str(teacher / "run"))
+        before = state_of(tmp_path / name, 0).params
+        for steps in stops:
+            train(make_config(cache, f"steps={steps}", **form), Run(tmp_path / name), QUIET)
+    first, second = (flatten(state_of(tmp_path / name, 4)) for name in ("straight", "resumed"))
+    for path, leaf in first.items():
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(second[path]), err_msg=path)
+    after = state_of(tmp_path / "straight", 4).params
+    flat = flatten(before), flatten(after)
+    moved = {path.rpartition(".")[2] for path in flat[0] if not np.array_equal(flat[0][path], flat[1][path])}
+    assert moved == {"A", "B", "g", "latent"}
+    frozen = make_config(cache, **FORMS["low-bit"]).model
+    trained = make_config(cache, **form).model
+    indices = [convert(trained, params, frozen).params["layers"]["mlp"]["up"]["index"] for params in (before, after)]
+    assert not np.array_equal(*indices)
+    # What was trained is what is evaluated, exported and frozen.
+    create_run(Run(tmp_path / "frozen"), make_config(cache, **FORMS["low-bit"]), str(tmp_path / "straight"))
+    assert scores(tmp_path / "frozen") == scores(tmp_path / "straight")
+    write_weights(tmp_path / "out", trained, after, "float32")
+    create_run(Run(tmp_path / "plain"), make_config(cache), str(tmp_path / "out"))
+    assert scores(tmp_path / "plain") == pytest.approx(scores(tmp_path / "straight"), rel=1e-5)
+
+
 def test_the_perplexity_of_a_text_is_that_of_overlapping_windows(teacher: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT[:150])
@@ -303,6 +334,14 @@ def test_a_pipeline_computes_what_one_device_does(cache: Path, mesh: str) -> Non
     stages = experiment.mesh.shape["pipeline"]
     norm = state.params["layers"]["mlp_norm"]
     assert norm.sharding.shard_shape(norm.shape) == (4 // stages, 16)
+
+
+def test_what_is_scored_is_said_with_its_bits(cache: Path) -> None:
+    task = build(make_config(cache, **FORMS["low-bit"])).task
+    table = scores_table("a title", task, {"count": 3, "perplexity": 2.0, "kd_loss": 0.1, "agreement": 0.5})
+    # A matrix of 16 × 16: 2 bits and 2 · 33 scales; the three of 16 × 32: 2 · 49.
+    expected = 2 + 16 * (4 * 2 * 33 + 3 * 2 * 49) / (4 * 256 + 3 * 512)
+    assert f"low-bit ({expected:.2f} bits per weight of its linear layers)" in str(table.caption)
 
 
 @pytest.mark.parametrize(

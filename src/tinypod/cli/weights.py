@@ -66,21 +66,33 @@ def weights_import(
     snap: Annotated[
         bool, typer.Option("--snap", help="Round the magnitudes g of low-bit weights to float16 values.")
     ] = False,
+    rounding: Annotated[
+        Literal["int4", "nf4", "int2"] | None,
+        typer.Option("--round", help="Round a language model's plain weights in groups of inputs: a baseline."),
+    ] = None,
+    group_size: Annotated[int, typer.Option(min=1, help="With --round: inputs that share a scale.")] = 32,
 ) -> None:
     """Make a run folder from weights, to evaluate, solve with, or train further.
 
     A language model takes the form that the config gives it: with `model.low_bit` its weights are quantised, with
-    `model.lora` it gets adapters, without them the source's are merged.
+    `model.lora` it gets adapters, without them the source's are merged. What was quantised is shown with its errors, on
+    the config's held-out text.
     """
     from tinypod.runs.folder import open_run
-    from tinypod.weights.importing import create_run
+    from tinypod.weights import fidelity
+    from tinypod.weights.importing import Options, create_run
+    from tinypod.weights.rounding import Rounding, check_installed
 
-    imported = create_run(open_run(run), load_config(config, overrides), source, adapter, snap)
+    groups = None
+    if rounding is not None:
+        check_installed()
+        groups = Rounding(rounding, group_size)
+    options = Options(rounding=groups, adapter=adapter, snap=snap, measure=True)
+    imported = create_run(open_run(run), load_config(config, overrides), source, options)
     with_adapter = "" if adapter is None else f" and the adapter of {adapter}"
     say(console, f"{run}: a run at step 0 with the weights of {source}{with_adapter}")
-    if imported.errors:
-        listed = ", ".join(f"{name} {error:.4f}" for name, error in imported.errors.items())
-        say(console, f"relative error of the weights as quantised: {listed}")
+    if imported.quantised is not None:
+        console.print(fidelity.render(imported.quantised), highlight=False)
     if imported.snapped is not None:
         say(
             console,

@@ -3,8 +3,11 @@ normalised.
 
 A linear leaf is a dict with `index` uint8 [..., *in, *out], `A` [..., *out, r], `B` [..., r, *in] and `g` [..., r];
 leading dimensions are layers. Levels are 2^bits numbers from -1 to 1, equally spaced, none of them zero. `index` never
-changes in training unless weights are trained straight through; A, B and g do. The effective weight is formed once for
-a batch: rank by rank, as the formula is written for some chips, costs r times the arithmetic.
+changes in training; A, B and g do. The effective weight is formed once for a batch: rank by rank, as the formula is
+written for some chips, costs r times the arithmetic.
+
+Where weights are trained straight through, a leaf has `latent` float32 in place of `index`: the indices are always
+those nearest to it under the scales at hand, so that none are stored which could be of another step.
 """
 
 import math
@@ -49,7 +52,7 @@ def levels(bits: int) -> Array:
 
 
 def is_low_bit(leaf: Any) -> bool:
-    return isinstance(leaf, dict) and "index" in leaf
+    return isinstance(leaf, dict) and ("index" in leaf or "latent" in leaf)
 
 
 def init(key: Array, layers: int, inputs: Sequence[int], outputs: Sequence[int], bits: int, rank: int) -> Leaf:
@@ -85,14 +88,14 @@ def look_up(index: Array, bits: int) -> Array:
 
 
 def effective(leaf: Leaf, bits: int) -> Array:
-    """The weight of one layer, float32. With `latent` in the leaf, indices are chosen anew from it."""
+    """The weight of one layer, float32."""
     s = scales(leaf)
     if "latent" not in leaf:
         return look_up(leaf["index"], bits) * s
     latent = leaf["latent"].astype(jnp.float32)
     quantised = look_up(nearest(latent, s, bits), bits) * s
-    # In value the quantised weight; its gradient reaches the latent weight as if it had not been rounded.
-    return quantised + latent - jax.lax.stop_gradient(latent)
+    # In value the quantised weight, to the bit; the gradient reaches the latent one as if it had not been rounded.
+    return quantised + (latent - jax.lax.stop_gradient(latent))
 
 
 def nearest(weight: Array, s: Array, bits: int) -> Array:
@@ -104,7 +107,12 @@ def nearest(weight: Array, s: Array, bits: int) -> Array:
 
 def tighten(leaf: Leaf, weight: Array, bits: int) -> Leaf:
     """Of one layer: the indices chosen anew for the scales that there are."""
-    return leaf | {"index": nearest(weight, scales(leaf), bits)}
+    return {name: leaf[name] for name in ("A", "B", "g")} | {"index": nearest(weight, scales(leaf), bits)}
+
+
+def straight_through(leaf: Leaf, weight: Array) -> Leaf:
+    """The same scales, and a weight that the indices follow."""
+    return {name: leaf[name] for name in ("A", "B", "g")} | {"latent": weight.astype(jnp.float32)}
 
 
 @partial(jax.jit, static_argnames=("inputs", "bits", "rank", "group_size", "rounds"))
@@ -176,7 +184,6 @@ def snap(g: Array) -> Array:
     return jnp.clip(g, -65504.0, 65504.0).astype(jnp.float16).astype(jnp.float32)
 
 
-def bits_per_weight(leaf: Leaf, bits: int) -> float:
+def bits_per_weight(inputs: int, outputs: int, bits: int, rank: int) -> float:
     """With the scales in float16."""
-    scale_bits = 16 * sum(leaf[name].size for name in ("A", "B", "g"))
-    return bits + scale_bits / leaf["index"].size
+    return bits + 16 * rank * (inputs + outputs + 1) / (inputs * outputs)

@@ -63,6 +63,7 @@ class Qwen3Config(Config):
     weight_dtype: Literal["float32", "bfloat16"] = "float32"  # of plain weights; bfloat16 only where they are frozen
     remat: bool = False  # recompute each layer's activations in the backward pass
     low_bit: Preset | LowBit | None = None
+    straight_through: bool = False  # train low-bit weights too, not their scales alone: the indices follow them
     lora: Lora | None = None
 
     @model_validator(mode="after")
@@ -71,6 +72,12 @@ class Qwen3Config(Config):
             raise ValueError(f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even for RoPE")
+        if self.straight_through and self.low_bit is None:
+            raise ValueError("straight_through=true is for low-bit weights: set low_bit, or straight_through=false")
+        if self.straight_through and self.lora is not None:
+            raise ValueError(
+                "straight_through=true trains the weights, lora freezes them: set one of them to null/false"
+            )
         return self
 
     @property
@@ -118,6 +125,9 @@ def init_linear(config: Qwen3Config, name: str, key: Array) -> dict[str, Array]:
     leaf: dict[str, Array] = {}
     if config.quantisation is not None:
         leaf |= low_bit.init(weight_key, config.num_layers, inputs, outputs, config.bits(name), config.rank(name))
+        if config.straight_through:
+            latent = jax.lax.map(lambda one: low_bit.effective(one, config.bits(name)), leaf)
+            leaf = low_bit.straight_through(leaf, latent)
     else:
         std = 1 / math.sqrt(math.prod(inputs))
         weight = layers.truncated_normal(weight_key, (config.num_layers, *inputs, *outputs), std)
@@ -142,8 +152,9 @@ def sharding_rules(config: Qwen3Config, prepared: bool = False) -> Rules:
         if config.quantisation is None or prepared:
             rules.append((leaf + "weight", PartitionSpec("pipeline", *into, *out)))
         else:
-            rules.append((leaf + "index", PartitionSpec("pipeline", *into, *out)))
+            indices = "latent" if config.straight_through else "index"
             rules += [
+                (leaf + indices, PartitionSpec("pipeline", *into, *out)),
                 (leaf + "A", PartitionSpec("pipeline", *out)),
                 (leaf + "B", PartitionSpec("pipeline", None, *into)),
                 (leaf + "g", PartitionSpec("pipeline")),
@@ -156,12 +167,12 @@ def sharding_rules(config: Qwen3Config, prepared: bool = False) -> Rules:
     return rules
 
 
-def prepare(config: Qwen3Config, params: Params) -> Params:
-    """Each low-bit weight as its effective one; everything else as it is."""
+def prepare(config: Qwen3Config, params: Params, dtype: str | None = None) -> Params:
+    """Each low-bit weight as its effective one, in the dtype asked for; everything else as it is."""
     if config.quantisation is None:
         return params
     # Factors that are trained get their gradients through it, which add up over the parts of a batch in float32.
-    dtype = config.dtype if config.lora is not None else "float32"
+    dtype = dtype or (config.dtype if config.lora is not None else "float32")
 
     def one(name: str, leaf: dict[str, Array]) -> dict[str, Array]:
         weight = jax.vmap(lambda layer: weight_of(config, name, layer))(leaf).astype(dtype)
@@ -189,6 +200,32 @@ def linear(config: Qwen3Config, name: str, leaf: dict[str, Array], x: Array) -> 
     return y
 
 
+Rope = tuple[Array, Array]
+Project = Callable[[Qwen3Config, str, dict[str, Array], Array], Array]  # as `linear`: how a linear layer is applied
+
+
+def before_attention(
+    config: Qwen3Config, layer: Params, x_BTD: Array, rope: Rope, project: Project = linear
+) -> tuple[Array, Array, Array]:
+    """The first part of a layer: queries [B, T, N, H], keys and values [B, T, K, H], with their positions."""
+    part = layer["attention"]
+    h_BTD = layers.scaled_rms_norm(x_BTD, layer["attention_norm"], config.norm_eps)
+    q_BTNH, k_BTKH, v_BTKH = (project(config, name, part[name], h_BTD) for name in "qkv")
+    q_BTNH = layers.rotate(layers.scaled_rms_norm(q_BTNH, part["q_norm"], config.norm_eps), *rope)
+    k_BTKH = layers.rotate(layers.scaled_rms_norm(k_BTKH, part["k_norm"], config.norm_eps), *rope)
+    return q_BTNH, k_BTKH, v_BTKH
+
+
+def after_attention(
+    config: Qwen3Config, layer: Params, x_BTD: Array, y_BTNH: Array, project: Project = linear
+) -> Array:
+    """The rest of it: `y` is what attention made of the values."""
+    x_BTD = x_BTD + project(config, "o", layer["attention"]["o"], y_BTNH)
+    h_BTD = layers.scaled_rms_norm(x_BTD, layer["mlp_norm"], config.norm_eps)
+    gate_BTF, up_BTF = (project(config, name, layer["mlp"][name], h_BTD) for name in ("gate", "up"))
+    return x_BTD + project(config, "down", layer["mlp"]["down"], jax.nn.silu(gate_BTF) * up_BTF)
+
+
 def make_block(config: Qwen3Config, num_positions: int, placement: Placement) -> Callable[[Array, Params], Array]:
     """One layer of the stack."""
     rope = layers.rope_tables(num_positions, config.head_dim, config.rope_theta)
@@ -196,34 +233,20 @@ def make_block(config: Qwen3Config, num_positions: int, placement: Placement) ->
     def block(x_BTD: Array, layer: Params) -> Array:
         if placement.gather is not None:
             layer = placement.gather("layers", layer)
-        attention, mlp = layer["attention"], layer["mlp"]
-
-        def project(name: str, x: Array) -> Array:
-            return linear(config, name, (attention | mlp)[name], x)
-
-        def norm(x: Array, weight: Array) -> Array:
-            return layers.scaled_rms_norm(x, weight, config.norm_eps)
-
-        h_BTD = norm(x_BTD, layer["attention_norm"])
-        q_BTNH = layers.rotate(norm(project("q", h_BTD), attention["q_norm"]), *rope)
-        k_BTKH = layers.rotate(norm(project("k", h_BTD), attention["k_norm"]), *rope)
-        y_BTNH = layers.causal_attention(q_BTNH, k_BTKH, project("v", h_BTD), placement)
-        x_BTD = x_BTD + project("o", y_BTNH)
-        h_BTD = norm(x_BTD, layer["mlp_norm"])
-        inner_BTF = jax.nn.silu(project("gate", h_BTD)) * project("up", h_BTD)
-        return x_BTD + project("down", inner_BTF)
+        y_BTNH = layers.causal_attention(*before_attention(config, layer, x_BTD, rope), placement)
+        return after_attention(config, layer, x_BTD, y_BTNH)
 
     return jax.checkpoint(block) if config.remat else block
 
 
 def apply(config: Qwen3Config, params: Params, tokens_BT: Array, placement: Placement = ANYWHERE) -> Array:
     """The last hidden states [B, T, D], normalised: what the head takes."""
-    x_BTD = _look_up(config, params, tokens_BT, placement)
+    x_BTD = look_up(config, params, tokens_BT, placement)
     x_BTD = _run_layers(config, params["layers"], placement)(x_BTD)
     return layers.scaled_rms_norm(x_BTD, params["norm"], config.norm_eps)
 
 
-def _look_up(config: Qwen3Config, params: Params, tokens: Array, placement: Placement) -> Array:
+def look_up(config: Qwen3Config, params: Params, tokens: Array, placement: Placement) -> Array:
     embed_VD = params["embed"] if placement.gather is None else placement.gather("embed", params["embed"])
     return embed_VD[tokens].astype(config.dtype)
 
@@ -250,7 +273,7 @@ def apply_in_stages(config: Qwen3Config, params: Params, tokens_MBT: Array, plac
     """
     parts, stages, stage = len(tokens_MBT), num_stages(config, params), jax.lax.axis_index("pipeline")
     run = _run_layers(config, params["layers"], placement)
-    x_MBTD = _look_up(config, params, tokens_MBT, placement)
+    x_MBTD = look_up(config, params, tokens_MBT, placement)
     following = [(i, i + 1) for i in range(stages - 1)]
 
     def turn(handed_BTD: Array, number: Array) -> tuple[Array, Array]:
@@ -272,6 +295,18 @@ def head(config: Qwen3Config, params: Params, placement: Placement = ANYWHERE) -
     weight = params[name] if placement.gather is None else placement.gather(name, params[name])
     weight = (weight.T if config.tied else weight).astype(config.dtype)
     return lambda hidden: jnp.matmul(hidden, weight, preferred_element_type=jnp.float32)
+
+
+def bits_per_weight(config: Qwen3Config, *names: str) -> float:
+    """Of the linear layers named, or of all: low-bit ones with scales in float16, plain ones as they are stored."""
+    total = count = 0.0
+    for name in names or LINEARS:
+        inputs, outputs = (math.prod(config.sizes(letters)) for letters in LINEARS[name][1:])
+        bits = float(jnp.dtype(config.weight_dtype).itemsize * 8)
+        if config.quantisation is not None:
+            bits = low_bit.bits_per_weight(inputs, outputs, config.bits(name), config.rank(name))
+        total, count = total + bits * inputs * outputs, count + inputs * outputs
+    return total / count
 
 
 def count_matmul_flops(config: Qwen3Config, length: int, *, training: bool, trains_weights: bool = True) -> int:

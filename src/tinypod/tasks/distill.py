@@ -1,7 +1,8 @@
 """A language model trained on blocks of tokens: towards a teacher's cached logits, towards labels, or both.
 
-What is trained follows from the model: its adapters if it has any, else the factors of its low-bit weights, else all of
-it. The loss is a sum over tokens, divided by how many counted. A block's last token is predicted, its first is not.
+What is trained follows from the model: its adapters if it has any, else the factors of its low-bit weights (and those
+weights, if straight through), else all of it. The loss is a sum over tokens, divided by how many counted. A block's
+last token is predicted, its first is not.
 """
 
 import hashlib
@@ -44,6 +45,7 @@ class Trained(Config):
     attention: Share = 1.0
     factors: Share = 1.0  # A and B of low-bit weights
     magnitudes: Share = 1.0  # their g
+    weights: Share = 1.0  # of linear layers: plain, or low-bit ones that are trained straight through
 
 
 class DistillTaskConfig(Config):
@@ -89,7 +91,7 @@ def open_data(config: Any, planned: bool, console: Console | None) -> Opened:
 def frozen(model: qwen3.Qwen3Config) -> tuple[str, ...]:
     if model.lora is not None:
         return (r"(?!.*\.lora_[AB]$).*",)
-    return (r"(?!.*\.(A|B|g)$).*",) if model.quantisation is not None else ()
+    return (r"(?!.*\.(A|B|g|latent)$).*",) if model.quantisation is not None else ()
 
 
 # Parameters whose updates a setting multiplies.
@@ -98,6 +100,7 @@ SCALED = (
     (r"layers\.attention\..*", "attention"),
     (r".*\.[AB]", "factors"),
     (r".*\.g", "magnitudes"),
+    (r".*\.(weight|latent)", "weights"),
 )
 
 
@@ -175,6 +178,8 @@ def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> 
         return qwen3.count_matmul_flops(model, manifest.length, training=training, trains_weights=trains_weights)
 
     low = f", low-bit {model.low_bit}" if isinstance(model.low_bit, str) else ", low-bit" if model.low_bit else ""
+    low += f" ({qwen3.bits_per_weight(model):.2f} bits per weight of its linear layers)" if model.low_bit else ""
+    low += ", straight-through" if model.straight_through else ""
     adapters = f", LoRA of rank {model.lora.rank}" if model.lora else ""
     return Task(
         init_params=lambda key: qwen3.init(model, key),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tinypod.errors import ConfigError, UserError
+from tinypod.errors import ConfigError, DataError, UserError
 from tinypod.experiment import Experiment, ExperimentConfig, build
 from tinypod.models.qwen3 import Qwen3Config
 from tinypod.runs import storage
@@ -16,31 +16,40 @@ from tinypod.runs.folder import CONFIG, IMPORTED, Run, lock, with_absolute_paths
 from tinypod.runs.saver import about, open_checkpoints
 from tinypod.runs.storage import replace_file
 from tinypod.step import select_trained
-from tinypod.weights import authors, language_model, peft
+from tinypod.weights import authors, fidelity, language_model, peft
 from tinypod.weights.convert import convert, snap_magnitudes, with_adapters
+from tinypod.weights.fidelity import Quantised
+from tinypod.weights.language_model import LanguageModel
+from tinypod.weights.rounding import Rounding
+
+
+class Options(NamedTuple):
+    """What is done to a language model besides giving it the form that the config says."""
+
+    rounding: Rounding | None = None  # of plain weights, in groups
+    adapter: Path | None = None  # a PEFT folder
+    snap: bool = False  # round the magnitudes g of low-bit weights to what float16 holds
+    measure: bool = False  # what quantising does on held-out text
+
+
+DEFAULT = Options()
 
 
 class Imported(NamedTuple):
     params: Any
-    errors: dict[str, float]  # by linear layer, relative, of what was quantised
+    quantised: Quantised | None = None
     snapped: float | None = None  # the largest relative change of a magnitude
 
 
-def create_run(
-    run: Run, config: ExperimentConfig, source: str, adapter: Path | None = None, snap: bool = False
-) -> Imported:
-    """A new run at step 0 whose weights, live and averaged, are those given, with the adapters of a PEFT folder.
-
-    With `snap` the magnitudes g of low-bit weights are rounded to what float16 holds.
-    """
+def create_run(run: Run, config: ExperimentConfig, source: str, options: Options = DEFAULT) -> Imported:
+    """A new run at step 0 whose weights, live and averaged, are those given."""
     run.pull()
     if (run.folder / CONFIG).exists() or storage.folder(run.checkpoints).exists():
         raise UserError(f"{run} already holds a run; choose another folder")
     config = with_absolute_paths(config)
     experiment = build(config)
-    imported = _read(experiment, source, adapter, snap)
-    state = experiment.init()
-    params = jax.device_put(imported.params, experiment.state_shardings.params)
+    imported = _read(experiment, source, options)
+    state, params = experiment.init(), imported.params
     ema = jax.tree.map(jnp.copy, select_trained(experiment.task, params)) if state.ema else {}
     state = state._replace(params=params, ema=ema, carry=experiment.task.init_carry(params))
     with lock(run):
@@ -61,26 +70,40 @@ def read_origin(run: Run) -> str:
     return str(json.loads(path.read_text())["from"]) if path.exists() else ""
 
 
-def _read(experiment: Experiment, source: str, adapter: Path | None, snap: bool) -> Imported:
-    model = experiment.config.model
-    if not isinstance(model, Qwen3Config):
-        if adapter is not None or snap:
-            raise ConfigError(f"--adapter and --snap are for language models; model.kind is {model.kind!r}")
+def _read(experiment: Experiment, source: str, options: Options) -> Imported:
+    config, shardings = experiment.config, experiment.state_shardings.params
+    if not isinstance(config.model, Qwen3Config):
+        if asked := [f"--{name}" for name, given in options._asdict().items() if given and name != "measure"]:
+            what = " and ".join(asked).replace("rounding", "round")
+            raise ConfigError(f"{what} is for language models; model.kind is {config.model.kind!r}")
         theirs = authors.read_state_dict(Path(source))
-        return Imported(authors.from_state_dict(theirs, experiment.abstract_state.params), {})
-    if snap and model.low_bit is None:
+        return Imported(jax.device_put(authors.from_state_dict(theirs, experiment.abstract_state.params), shardings))
+    if options.snap and config.model.low_bit is None:
         raise ConfigError("--snap rounds the magnitudes of low-bit weights: set model.low_bit, or leave it out")
-    adapters = None if adapter is None else peft.read_adapter(adapter, model)
-    found = language_model.load(source)
+    adapters = None if options.adapter is None else peft.read_adapter(options.adapter, config.model)
+    found = language_model.load(source, f"dtype={config.model.dtype}", mesh=config.mesh)
     if adapters is not None and found.config.lora is not None:
         raise UserError(
             f"{source} has adapters of its own; merge them first: "
             f"`tinypod weights import {source} CONFIG RUN model.lora=null`, and give that run"
         )
-    params, errors = convert(found.config, found.params, model, experiment.config.seed)
+    params, errors = convert(found.config, found.params, config.model, config.seed, options.rounding)
     if adapters is not None:
         params = with_adapters(params, adapters)
-    if snap:
-        params, largest = snap_magnitudes(params)
-        return Imported(params, errors, largest)
-    return Imported(params, errors)
+    snapped = None
+    if options.snap:
+        params, snapped = snap_magnitudes(params)
+    params = jax.device_put(params, shardings)
+    if not errors:
+        return Imported(params, None, snapped)
+    quantised = Quantised(config.model, options.rounding, errors)
+    if options.measure:
+        quantised = _measured(quantised, found, LanguageModel(source, config.model, params, experiment.mesh), config)
+    return Imported(params, quantised, snapped)
+
+
+def _measured(quantised: Quantised, source: LanguageModel, made: LanguageModel, config: ExperimentConfig) -> Quantised:
+    try:
+        return quantised._replace(fidelity=fidelity.measure(source, made, fidelity.held_out_blocks(config)))
+    except DataError as error:
+        return quantised._replace(without=str(error))

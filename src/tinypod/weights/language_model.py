@@ -19,12 +19,13 @@ class LanguageModel(NamedTuple):
     config: qwen3.Qwen3Config
     params: Any
     mesh: Any
+    data: Any = None  # a run's section of the config
 
 
 def load(
     source: str, *overrides: str, checkpoint: str = "best", mesh: sharding.MeshConfig | None = None
 ) -> LanguageModel:
-    """`overrides` are keys of `model`, like dtype=float32."""
+    """`overrides` are keys of `model`, like dtype=float32; `mesh` in place of a run's own."""
     path = Path(source)
     more = dict(override.split("=", 1) for override in overrides)
     for file, read in ((packed.ABOUT, _from_packed), (hugging_face.CONFIG, _from_folder)):
@@ -35,12 +36,15 @@ def load(
             f"{source}: expected a language model, in a run (it has no {CONFIG}), in a Hugging Face folder (no "
             f"{hugging_face.CONFIG}) or in a packed one (no {packed.ABOUT})"
         )
-    loaded = load_weights(open_run(source), [f"model.{override}" for override in overrides], checkpoint)
+    changes = [f"model.{override}" for override in overrides]
+    changes += [] if mesh is None else [f"mesh={mesh.model_dump_json()}"]
+    loaded = load_weights(open_run(source), changes, checkpoint)
     experiment = loaded.experiment
     if not isinstance(experiment.config.model, qwen3.Qwen3Config):
         raise UserError(f"{source} is a run of {experiment.config.model.kind!r}, not of a language model")
     name = f"{source}, step {loaded.step}, {loaded.weights}"
-    return LanguageModel(name, experiment.config.model, loaded.params, experiment.mesh)
+    config = experiment.config
+    return LanguageModel(name, config.model, loaded.params, experiment.mesh, config.data)
 
 
 def _from_folder(folder: Path, more: dict[str, Any], layout: sharding.MeshConfig) -> LanguageModel:
