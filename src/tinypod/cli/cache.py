@@ -76,7 +76,7 @@ def cache_import(
 
     Example: `tinypod cache import wikitext103_L1024_K128 caches/wiki --tokenizer Qwen3-0.6B`
     """
-    from tinypod.cache.importing import import_cache
+    from tinypod.cache.torch_shards import import_cache
 
     import_cache(source, out, console, tokenizer, vocab_size, held_out)
 

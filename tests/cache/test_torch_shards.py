@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from language_models import SHAPE
 from tinypod import cli
 from tinypod import config as configs
-from tinypod.cache import importing
+from tinypod.cache import torch_shards
 from tinypod.data import blocks
 from tinypod.errors import ConfigError, DataError, UserError
 from tinypod.experiment import ExperimentConfig, build
@@ -59,7 +59,7 @@ def write_cache(folder: Path, *shards: dict[str, Any], **meta: Any) -> Path:
 
 def run_import(source: Path, out: Path, **options: Any) -> tuple[blocks.Manifest, str]:
     said = StringIO()
-    manifest = importing.import_cache(source, out, Console(file=said, width=200), held_out=0.2, **options)
+    manifest = torch_shards.import_cache(source, out, Console(file=said, width=200), held_out=0.2, **options)
     return manifest, said.getvalue()
 
 
