@@ -33,6 +33,7 @@ class Settings(NamedTuple):
     topk: int = 128
     temperatures: tuple[float, ...] = (1.0, 2.0)
     held_out: float = 0.02  # share of the blocks, at the end of the text
+    blocks: int | None = None  # of the rest, the first ones; None: all
     shard_blocks: int = 512
     batch_size: int = 16
     stretch: int = 256
@@ -53,9 +54,9 @@ def build(
         raise UserError(f"{folder} already holds a cache; remove it first or choose another folder")
     arrays, vocab_size = _read_blocks(texts, tokenizer, settings)
     known = None if teacher is None else _describe(teacher, settings)
+    arrays, kept = _hold_out(arrays, settings)
     count = len(arrays["input_ids"])
-    held_out = round(settings.held_out * count) or (1 if settings.held_out and count > 1 else 0)
-    spans = {"train": (0, count - held_out)} | ({"held_out": (count - held_out, count)} if held_out else {})
+    spans = {"train": (0, kept)} | ({"held_out": (kept, count)} if kept < count else {})
     manifest = blocks.Manifest(
         length=settings.length,
         vocab_size=vocab_size,
@@ -92,6 +93,14 @@ def _read_blocks(texts: Sequence[Path], tokenizer: str, settings: Settings) -> t
     documents = [document for path in texts for document in tokens.read_documents(path, settings.field)]
     order = np.random.default_rng(settings.seed).permutation(len(documents))
     return tokens.pack((documents[i] for i in order), encoder, settings.length), encoder.vocab_size
+
+
+def _hold_out(arrays: dict[str, np.ndarray], settings: Settings) -> tuple[dict[str, np.ndarray], int]:
+    """The blocks of both splits, and how many are to train on: those held out do not depend on that."""
+    count = len(arrays["input_ids"])
+    held_out = round(settings.held_out * count) or (1 if settings.held_out and count > 1 else 0)
+    kept = min(settings.blocks or count, count - held_out)
+    return {name: np.concatenate([x[:kept], x[count - held_out :]]) for name, x in arrays.items()}, kept
 
 
 def _describe(teacher: LanguageModel, settings: Settings) -> blocks.Teacher:

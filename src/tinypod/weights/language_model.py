@@ -11,6 +11,7 @@ from tinypod.models import qwen3
 from tinypod.runs import storage
 from tinypod.runs.folder import CONFIG, open_run
 from tinypod.runs.load import load_weights
+from tinypod.tasks.task import select
 from tinypod.weights import hugging_face
 
 
@@ -50,3 +51,19 @@ def _from_folder(folder: Path, more: dict[str, Any], layout: sharding.MeshConfig
     specs = sharding.param_specs(qwen3.sharding_rules(config), shapes, mesh)
     params = hugging_face.read_params(folder, config, shapes, sharding.named(mesh, specs))
     return LanguageModel(str(folder), config, params, mesh, specs)
+
+
+def without_adapters(model: LanguageModel) -> LanguageModel:
+    """The same weights with the adapters left out, not merged: what the model was before they were trained."""
+    if model.config.lora is None:
+        raise UserError(f"--without-adapters: {model.name} has no adapters")
+
+    def is_base(path: str) -> bool:
+        return ".lora_" not in path
+
+    return model._replace(
+        name=f"{model.name}, without adapters",
+        config=model.config.model_copy(update={"lora": None}),
+        params=select(model.params, is_base),
+        specs=select(model.specs, is_base),
+    )
