@@ -23,6 +23,7 @@ from tinypod.errors import UserError
 from tinypod.models import qwen3
 from tinypod.runs.storage import replace_file
 from tinypod.runs.terminal import counting, say, size
+from tinypod.tasks import distill_losses
 from tinypod.weights.language_model import LanguageModel
 
 SETTINGS = "build.json"
@@ -165,11 +166,6 @@ def make_asker(teacher: LanguageModel, settings: Settings) -> Callable[[np.ndarr
     def answer(params: Any, ids_BL: Array) -> dict[str, Array]:
         hidden = qwen3.apply(config, params, ids_BL, gather)[:, :-1]
         head = qwen3.head(config, params, gather)
-        length = hidden.shape[1]
-        stretch = min(settings.stretch, length)
-        count = -(-length // stretch)
-        padded = jnp.pad(hidden, ((0, 0), (0, count * stretch - length), (0, 0)))
-        cut = jnp.swapaxes(padded.reshape(batch_size, count, stretch, -1), 0, 1)
 
         def one(part: Array) -> dict[str, Array]:
             logits = head(part)
@@ -179,11 +175,8 @@ def make_asker(teacher: LanguageModel, settings: Settings) -> Callable[[np.ndarr
             values = jnp.clip(values, -limit, limit).astype(jnp.float16)
             return {"topk_idx": indices, "topk_logits": values, "logz": jnp.stack(sums, axis=-1)}
 
-        whole = jax.lax.map(one, cut)
-        return {
-            k: jnp.swapaxes(x, 0, 1).reshape(batch_size, count * stretch, *x.shape[3:])[:, :length]
-            for k, x in whole.items()
-        }
+        parts = jax.lax.map(one, distill_losses.cut(hidden, settings.stretch))
+        return {name: distill_losses.join(x, hidden.shape[1]) for name, x in parts.items()}
 
     compiled = jax.jit(answer, out_shardings=sharding.replicated(teacher.mesh))
 
