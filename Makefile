@@ -1,14 +1,15 @@
-# `make demo` and `make test` need Python ≥ 3.11 and nothing before them: both set up .venv first.
+# The demos and the tests need Python ≥ 3.11 and nothing before them: each sets up .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all lint clean help
+.PHONY: demo demo-distill test test-all lint clean help
 
 help:
-	@echo "make demo      set up, make small Sudokus, train on them for two minutes, watch one being solved"
-	@echo "make test      set up, then formatting, lint, types and tests (the slow ones left out)"
-	@echo "make test-all  the same with the slow tests"
-	@echo "make clean     remove .venv and caches; data/ and runs/ stay"
+	@echo "make demo          set up, make small Sudokus, train on them for two minutes, watch one being solved"
+	@echo "make demo-distill  set up, train a small language model, quantise it to 4 and 2 bits, distil back what was lost"
+	@echo "make test          set up, then formatting, lint, types and tests (the slow ones left out)"
+	@echo "make test-all      the same with the slow tests"
+	@echo "make clean         remove .venv and caches; data/ and runs/ stay"
 
 .venv/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tinypod needs Python 3.11 or newer")'
@@ -18,6 +19,10 @@ help:
 
 .venv/runtime: .venv/python pyproject.toml
 	$(BIN)/pip install --quiet --editable .
+	touch $@
+
+.venv/lm: .venv/runtime
+	$(BIN)/pip install --quiet --editable '.[lm]'
 	touch $@
 
 .venv/dev: .venv/runtime
@@ -31,6 +36,9 @@ demo: .venv/runtime data/demo/dataset.json
 	$(BIN)/tinypod train demo --run runs/demo
 	$(BIN)/tinypod eval runs/demo
 	$(BIN)/tinypod solve runs/demo
+
+demo-distill: .venv/lm
+	$(BIN)/python examples/distill/demo.py
 
 lint: .venv/dev
 	$(BIN)/ruff format --check .

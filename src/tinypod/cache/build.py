@@ -23,6 +23,7 @@ from tinypod.errors import UserError
 from tinypod.models import qwen3
 from tinypod.runs.storage import replace_file
 from tinypod.runs.terminal import counting, say, size
+from tinypod.tasks import distill_losses
 from tinypod.weights import language_model
 from tinypod.weights.language_model import LanguageModel
 
@@ -34,6 +35,7 @@ class Settings(NamedTuple):
     topk: int = 128
     temperatures: tuple[float, ...] = (1.0, 2.0)
     held_out: float = 0.02  # share of the blocks, at the end of the text
+    blocks: int | None = None  # of the rest, the first ones; None: all
     shard_blocks: int = 512
     batch_size: int = 16
     stretch: int = 256
@@ -54,8 +56,9 @@ def build(
         raise UserError(f"{folder} already holds a cache; remove it first or choose another folder")
     arrays, vocab_size = _read_blocks(texts, tokenizer, settings)
     known = None if teacher is None else _describe(teacher, settings)
+    arrays, kept = _hold_out(arrays, settings)
     count = len(arrays["input_ids"])
-    spans = split_spans(count, settings.held_out)
+    spans = {"train": (0, kept)} | ({"held_out": (kept, count)} if kept < count else {})
     manifest = blocks.Manifest(
         length=settings.length,
         vocab_size=vocab_size,
@@ -112,6 +115,13 @@ def _documents(text: Path | str, field: str) -> Iterator[tokens.Document]:
     if hub_text.is_hub(str(text)):
         return hub_text.read_documents(str(text), field)
     return tokens.read_documents(Path(text), field)
+
+
+def _hold_out(arrays: dict[str, np.ndarray], settings: Settings) -> tuple[dict[str, np.ndarray], int]:
+    """The blocks of both splits, and how many are to train on: those held out do not depend on that."""
+    train = split_spans(len(arrays["input_ids"]), settings.held_out)["train"][1]
+    kept = min(settings.blocks or train, train)
+    return {name: np.concatenate([x[:kept], x[train:]]) for name, x in arrays.items()}, kept
 
 
 def _describe(teacher: LanguageModel, settings: Settings) -> blocks.Teacher:
@@ -174,11 +184,6 @@ def make_asker(teacher: LanguageModel, settings: Settings) -> Callable[[np.ndarr
         params = qwen3.prepare(config, params)
         hidden = qwen3.apply(config, params, ids_BL, placement)[:, :-1]
         head = qwen3.head(config, params, placement)
-        length = hidden.shape[1]
-        stretch = min(settings.stretch, length)
-        count = -(-length // stretch)
-        padded = jnp.pad(hidden, ((0, 0), (0, count * stretch - length), (0, 0)))
-        cut = jnp.swapaxes(padded.reshape(batch_size, count, stretch, -1), 0, 1)
 
         def one(part: Array) -> dict[str, Array]:
             logits = head(part)
@@ -188,11 +193,8 @@ def make_asker(teacher: LanguageModel, settings: Settings) -> Callable[[np.ndarr
             values = jnp.clip(values, -limit, limit).astype(jnp.float16)
             return {"topk_idx": indices, "topk_logits": values, "logz": jnp.stack(sums, axis=-1)}
 
-        whole = jax.lax.map(one, cut)
-        return {
-            k: jnp.swapaxes(x, 0, 1).reshape(batch_size, count * stretch, *x.shape[3:])[:, :length]
-            for k, x in whole.items()
-        }
+        parts = jax.lax.map(one, distill_losses.cut(hidden, settings.stretch))
+        return {name: distill_losses.join(x, hidden.shape[1]) for name, x in parts.items()}
 
     compiled = jax.jit(answer, out_shardings=sharding.replicated(teacher.mesh))
 

@@ -22,6 +22,9 @@ def cache_build(
     teacher: Annotated[
         str | None, typer.Option(help="A Hugging Face folder of Qwen3, a packed one, or a run; default: no teacher.")
     ] = None,
+    without_adapters: Annotated[
+        bool, typer.Option("--without-adapters", help="Leave out the teacher's LoRA: what it was before, for anchors.")
+    ] = False,
     tokenizer: Annotated[str, typer.Option(help="A tokenizer.json, its folder, or `bytes`.")] = "bytes",
     length: Annotated[int, typer.Option(min=2, help="Tokens in a block.")] = 1024,
     topk: Annotated[int, typer.Option(min=1, help="Logits kept of each position, the largest.")] = 128,
@@ -29,6 +32,10 @@ def cache_build(
         list[float] | None, typer.Option(help="Temperatures to keep the normaliser of; default: 1 and 2.")
     ] = None,
     held_out: Annotated[float, typer.Option(min=0, max=0.5, help="Share of the blocks that is not trained on.")] = 0.02,
+    blocks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Blocks to train on, the first ones; default: all. The held-out ones stay."),
+    ] = None,
     shard_blocks: Annotated[int, typer.Option(min=1, help="Blocks in a file.")] = 512,
     batch_size: Annotated[int, typer.Option(min=1, help="Blocks that the teacher sees at a time.")] = 16,
     field: Annotated[str, typer.Option(help="The key of the text in JSONL and in datasets of the hub.")] = "text",
@@ -41,6 +48,7 @@ def cache_build(
     Example: `tinypod cache build caches/wiki wiki.train.txt --teacher Qwen3-0.6B --tokenizer Qwen3-0.6B --length 1024`
     """
     from tinypod.cache import build
+    from tinypod.errors import UserError
     from tinypod.weights import language_model
 
     settings = build.Settings(
@@ -48,12 +56,17 @@ def cache_build(
         topk=topk,
         temperatures=tuple(temperature or (1.0, 2.0)),
         held_out=held_out,
+        blocks=blocks,
         shard_blocks=shard_blocks,
         batch_size=batch_size,
         field=field,
         seed=seed,
     )
+    if without_adapters and teacher is None:
+        raise UserError("--without-adapters is about a teacher: name the run with --teacher")
     model = None if teacher is None else language_model.load(teacher)
+    if model is not None and without_adapters:
+        model = language_model.without_adapters(model)
     build.build(out, texts, tokenizer, model, settings, console)
 
 

@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tinypod import config as configs
+from tinypod.config import Config
 from tinypod.errors import UserError
 from tinypod.experiment import ExperimentConfig
 from tinypod.runs import storage
@@ -171,7 +173,15 @@ def lock(run: Run) -> Iterator[None]:
 
 def with_absolute_paths(config: ExperimentConfig) -> ExperimentConfig:
     """A run can be used from any folder."""
-    if storage.is_remote(config.data.path):
-        return config
-    path = str(Path(config.data.path).absolute())
-    return config.model_copy(update={"data": config.data.model_copy(update={"path": path})})
+    return config.model_copy(update={"data": _absolute(config.data), "task": _absolute(config.task)})
+
+
+def _absolute(section: Any) -> Any:
+    """The same section of a config with every `path` in it absolute."""
+    changes: dict[str, Any] = {}
+    for name, value in section:
+        if isinstance(value, Config):
+            changes[name] = _absolute(value)
+        elif name == "path" and not storage.is_remote(value):
+            changes[name] = str(Path(value).absolute())
+    return section.model_copy(update=changes)

@@ -24,6 +24,7 @@ from tinypod.data.tokens import Tokenizer, read_documents
 from tinypod.errors import ConfigError, DataError
 from tinypod.models import qwen3
 from tinypod.sharding import ANYWHERE, Placement, over_batch
+from tinypod.tasks.anchors import Anchor, Anchors, check_anchors, open_anchors
 from tinypod.tasks.distill_losses import KD, row_sums
 from tinypod.tasks.feed import HostFeed
 from tinypod.tasks.task import Evaluation, Metric, Task, TaskKind
@@ -56,6 +57,7 @@ class DistillTaskConfig(Config):
     top1_weight: NonNegativeFloat = 0.0  # cross-entropy with the teacher's most likely token
     label_weight: NonNegativeFloat = 0.0  # cross-entropy with the text itself
     train: Trained = Trained()
+    anchor: Anchor | None = None  # rows that hold the student near what it was
     stretch: PositiveInt = 256  # positions whose logits are there at a time
 
 
@@ -73,6 +75,7 @@ class BlocksDataConfig(Config):
 class Opened(NamedTuple):
     folder: Path
     manifest: blocks.Manifest
+    anchors: Anchors | None = None
 
 
 def open_data(config: Any, planned: bool, console: Console | None) -> Opened:
@@ -80,12 +83,13 @@ def open_data(config: Any, planned: bool, console: Console | None) -> Opened:
     folder, expected = Path(data.path), data.expected
     if planned and expected is not None and not (folder / blocks.MANIFEST).exists():
         made = expected.manifest(data.train_split, data.eval_split, config.model.vocab_size)
-        return Opened(folder, made)
+        return Opened(folder, made, open_anchors(config.task.anchor, made, planned))
     try:
-        return Opened(folder, blocks.read_manifest(folder))
+        found = blocks.read_manifest(folder)
     except DataError as error:
         hint = "; or say what they will be, to plan without them: 'data.expected={length: 1024, topk: 128}'"
         raise DataError(f"{error}{hint if planned else ''}") from None
+    return Opened(folder, found, open_anchors(config.task.anchor, found, planned))
 
 
 def frozen(model: qwen3.Qwen3Config) -> tuple[str, ...]:
@@ -131,12 +135,14 @@ def check(config: Any, opened: Opened) -> None:
         raise ConfigError("task: every weight of the loss is 0; set kd_weight, top1_weight or label_weight")
     if model.weight_dtype != "float32" and not frozen(model):
         raise ConfigError("model.weight_dtype=bfloat16 is for frozen weights: set model.lora or model.low_bit")
+    if opened.anchors is not None:
+        check_anchors(opened.anchors, opened.folder, manifest, config.batch_size)
 
 
 def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> Task:
     check(config, opened)
     model, task, data = config.model, config.task, config.data
-    manifest, batch_size = opened.manifest, config.batch_size
+    manifest, anchors, batch_size = opened.manifest, opened.anchors, config.batch_size
     weights = {"kd_loss": "kd_weight", "top1_loss": "top1_weight", "label_loss": "label_weight"}
 
     def sums_of(params: Any, batch: dict[str, Array], parts: int | None) -> dict[str, Array]:
@@ -144,6 +150,7 @@ def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> 
             known, mask = split_batch(manifest, task, rows)
             head = qwen3.head(model, params, placement)
             sums = row_sums(hidden[:, :-1], head, known, mask, task.stretch, task.kd, task.temperature)
+            sums = split_anchors(sums, rows["anchor"]) if "anchor" in rows else sums
             counted = rows.get("count", jnp.ones(len(hidden)))
             return {name: jnp.sum(x * counted) for name, x in sums.items()} | {"count": jnp.sum(counted)}
 
@@ -152,6 +159,7 @@ def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> 
     def loss(params: Any, table_rows: Any, carry: Any, batch: Any, varied: dict[str, Array]) -> Any:
         sums = sums_of(params, batch, config.accumulation)
         total = sum(varied[weight] * sums[name] for name, weight in weights.items() if name in sums)
+        total += varied["anchor_weight"] * sums["anchor_loss"] if "anchor_loss" in sums else 0.0
         return total, (carry, sums | {"loss": total, "weight": sums["tokens"]})
 
     def score(params: Any, batch: dict[str, Array]) -> dict[str, Array]:
@@ -160,17 +168,19 @@ def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> 
     def open_evaluation(split: str | None) -> Evaluation:
         if split == TEXT:
             return sliding_window(config, opened, score)
-        held_out = blocks.Blocks(*opened, split or data.eval_split)
+        held_out = blocks.Blocks(opened.folder, manifest, split or data.eval_split)
         return Evaluation(len(held_out), lambda start, stop: held_out.read(range(start, stop)), score, evaluated)
 
     def open_feed(mesh: Mesh) -> HostFeed:
-        return HostFeed(
-            mesh, batch_size, make_reader(blocks.Blocks(*opened, data.train_split), config.seed, batch_size)
-        )
+        split = blocks.Blocks(opened.folder, manifest, data.train_split)
+        if anchors is None:
+            return HostFeed(mesh, batch_size, make_reader(split, config.seed, batch_size))
+        read = make_reader(split, config.seed, anchors.rows_to_train(batch_size))
+        return HostFeed(mesh, batch_size, anchors.mix(read, manifest, batch_size))
 
     def abstract_feed(mesh: Mesh | AbstractMesh) -> dict[str, jax.ShapeDtypeStruct]:
         rows = over_batch(mesh)
-        shapes = manifest.shapes()
+        shapes = manifest.shapes() if anchors is None else anchors.shapes(manifest)
         return {k: jax.ShapeDtypeStruct((batch_size, *s), d, sharding=rows) for k, (s, d) in shapes.items()}
 
     def flops(training: bool) -> int:
@@ -191,14 +201,17 @@ def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> 
         loss=loss,
         rules=qwen3.sharding_rules(model),
         prepared_rules=qwen3.sharding_rules(model, prepared=True),
-        varied={name: getattr(task, name) for name in weights.values()} | task.train.model_dump(),
+        varied={name: getattr(task, name) for name in weights.values()}
+        | task.train.model_dump()
+        | ({"anchor_weight": task.anchor.weight} if task.anchor else {}),
         frozen=frozen(model),
         tables=(),
         scaled=SCALED,
         abstract_feed=abstract_feed,
         open_feed=open_feed,
         open_evaluation=open_evaluation,
-        fingerprint=fingerprint(manifest),
+        fingerprint=fingerprint(manifest)
+        | ({f"anchors/{k}": v for k, v in fingerprint(anchors.manifest).items()} if anchors else {}),
         summarise=summarise,
         headline=WITHOUT_TEACHER if manifest.teacher is None else WITH_TEACHER,
         unit="blocks",
@@ -242,6 +255,12 @@ def split_batch(manifest: blocks.Manifest, task: DistillTaskConfig, batch: dict[
     return known, mask
 
 
+def split_anchors(by_row: dict[str, Array], anchor_B: Array) -> dict[str, Array]:
+    """Every term without the anchors' rows, and theirs, which is none of the others."""
+    held = {"anchor_loss": by_row["kd_loss"] * anchor_B, "anchor_tokens": by_row["tokens"] * anchor_B}
+    return {name: x * (1 - anchor_B) for name, x in by_row.items()} | held
+
+
 def make_reader(split: blocks.Blocks, seed: int, batch_size: int) -> Any:
     """Every block once an epoch, in an order that the seed decides, whatever hosts there are."""
     if len(split) < batch_size:
@@ -264,9 +283,11 @@ def make_reader(split: blocks.Blocks, seed: int, batch_size: int) -> Any:
 
 
 def summarise(sums: Mapping[str, float]) -> dict[str, float]:
-    """Means over the tokens that counted."""
+    """Means over the tokens that counted; the anchors' over theirs."""
     names = [name for name in sums if name.endswith(("_loss", "accuracy")) or name in ("loss", "agreement")]
     metrics = {name: float(sums[name] / sums["tokens"]) for name in names}
+    if sums.get("anchor_tokens"):
+        metrics["anchor_loss"] = float(sums["anchor_loss"] / sums["anchor_tokens"])
     return metrics | {"perplexity": float(np.exp(min(metrics["label_loss"], 80.0)))}
 
 
@@ -324,5 +345,5 @@ KIND = TaskKind(
     qwen3.Qwen3Config,
     open_data,
     build_task,
-    changeable=(r"task\.(kd_weight|top1_weight|label_weight|train\..*)", r"data\.(text|window|stride)"),
+    changeable=(r"task\.(kd_weight|top1_weight|label_weight|train\..*|anchor\.weight)", r"data\.(text|window|stride)"),
 )

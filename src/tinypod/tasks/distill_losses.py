@@ -73,6 +73,21 @@ def position_terms(logits_BCV: Array, known: dict[str, Array], kd: KD, temperatu
     return terms
 
 
+def cut(x_BL: Array, stretch: int) -> Array:
+    """[B, L, ...] as stretches of positions [count, B, C, ...], zeros after the last one."""
+    rows, length = x_BL.shape[:2]
+    stretch = min(stretch, length)
+    count = -(-length // stretch)
+    padded = jnp.pad(x_BL, [(0, 0), (0, count * stretch - length)] + [(0, 0)] * (x_BL.ndim - 2))
+    return jnp.swapaxes(padded.reshape(rows, count, stretch, *x_BL.shape[2:]), 0, 1)
+
+
+def join(parts: Array, length: int) -> Array:
+    """What `cut` took apart: [B, L, ...]."""
+    count, rows, stretch, *rest = parts.shape
+    return jnp.swapaxes(parts, 0, 1).reshape(rows, count * stretch, *rest)[:, :length]
+
+
 def row_sums(
     hidden_BLD: Array,
     head: Callable[[Array], Array],
@@ -83,13 +98,6 @@ def row_sums(
     temperature: float,
 ) -> dict[str, Array]:
     """Of each row the sums of its terms over the positions that count, [B], and `tokens`, how many those are."""
-    length = hidden_BLD.shape[1]
-    stretch = min(stretch, length)
-    count = -(-length // stretch)
-
-    def cut(x: Array) -> Array:
-        padded = jnp.pad(x, [(0, 0), (0, count * stretch - length)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.swapaxes(padded.reshape(x.shape[0], count, stretch, *x.shape[2:]), 0, 1)
 
     @jax.checkpoint
     def sums_of(hidden: Array, known: dict[str, Array], mask: Array) -> dict[str, Array]:
@@ -99,7 +107,7 @@ def row_sums(
     def add(total: Any, part: Any) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, sums_of(*part)), None
 
-    parts = jax.tree.map(cut, (hidden_BLD, known, mask_BL.astype(jnp.float32)))
+    parts = jax.tree.map(lambda x: cut(x, stretch), (hidden_BLD, known, mask_BL.astype(jnp.float32)))
     zeros = jax.tree.map(
         lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sums_of, *jax.tree.map(lambda x: x[0], parts))
     )

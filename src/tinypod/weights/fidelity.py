@@ -24,6 +24,7 @@ from tinypod.data import blocks
 from tinypod.models import layers, qwen3
 from tinypod.models.qwen3 import LINEARS, Params, Qwen3Config
 from tinypod.sharding import ANYWHERE, Placement
+from tinypod.tasks.distill_losses import cut
 from tinypod.weights.language_model import LanguageModel, place
 from tinypod.weights.rounding import Rounding
 
@@ -116,22 +117,15 @@ def _divergence(
     heads: tuple[Callable[[Array], Array], Callable[[Array], Array]], ours_BTD: Array, theirs_BTD: Array, count_B: Array
 ) -> Array:
     """KL summed over the positions of the rows that count."""
-    length = ours_BTD.shape[1]
-    stretch = min(STRETCH, length)
-    parts = -(-length // stretch)
 
-    def cut(x_BTD: Array) -> Array:
-        padded = jnp.pad(x_BTD, ((0, 0), (0, parts * stretch - length), (0, 0)))
-        return jnp.swapaxes(padded.reshape(x_BTD.shape[0], parts, stretch, -1), 0, 1)
-
-    def one(numbered: tuple[Array, Array, Array]) -> Array:
-        number, ours_BCD, theirs_BCD = numbered
+    def one(part: tuple[Array, Array, Array]) -> Array:
+        ours_BCD, theirs_BCD, is_there_BC = part
         log_p, log_q = (jax.nn.log_softmax(head(x)) for head, x in zip(heads, (ours_BCD, theirs_BCD), strict=True))
         kl_BC = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
-        is_there_C = number * stretch + jnp.arange(stretch) < length
-        return jnp.sum(jnp.where(is_there_C[None], kl_BC, 0.0) * count_B[:, None])
+        return jnp.sum(kl_BC * is_there_BC * count_B[:, None])
 
-    return jnp.sum(jax.lax.map(one, (jnp.arange(parts), cut(ours_BTD), cut(theirs_BTD))))
+    is_there_BT = jnp.ones(ours_BTD.shape[:2])
+    return jnp.sum(jax.lax.map(one, tuple(cut(x, STRETCH) for x in (ours_BTD, theirs_BTD, is_there_BT))))
 
 
 def render(quantised: Quantised) -> RenderableType:

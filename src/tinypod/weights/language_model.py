@@ -11,6 +11,7 @@ from tinypod.models import qwen3
 from tinypod.runs import storage
 from tinypod.runs.folder import CONFIG, open_run
 from tinypod.runs.load import load_weights
+from tinypod.tasks.task import select
 from tinypod.weights import hugging_face, packed
 
 
@@ -68,3 +69,18 @@ def place(model: LanguageModel) -> sharding.Placement:
     shapes = jax.eval_shape(lambda: qwen3.prepare(model.config, qwen3.init(model.config, jax.random.key(0))))
     specs = sharding.param_specs(qwen3.sharding_rules(model.config, prepared=True), shapes, model.mesh)
     return sharding.place(model.mesh, specs)
+
+
+def without_adapters(model: LanguageModel) -> LanguageModel:
+    """The same weights with the adapters left out, not merged: what the model was before they were trained."""
+    if model.config.lora is None:
+        raise UserError(f"--without-adapters: {model.name} has no adapters")
+
+    def is_base(path: str) -> bool:
+        return ".lora_" not in path
+
+    return model._replace(
+        name=f"{model.name}, without adapters",
+        config=model.config.model_copy(update={"lora": None}),
+        params=select(model.params, is_base),
+    )
