@@ -159,7 +159,8 @@ def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> 
     def loss(params: Any, table_rows: Any, carry: Any, batch: Any, varied: dict[str, Array]) -> Any:
         sums = sums_of(params, batch, config.accumulation)
         total = sum(varied[weight] * sums[name] for name, weight in weights.items() if name in sums)
-        total += varied["anchor_weight"] * sums["anchor_loss"] if "anchor_loss" in sums else 0.0
+        if "anchor_loss" in sums:
+            total += varied["anchor_weight"] * sums["anchor_loss"]
         return total, (carry, sums | {"loss": total, "weight": sums["tokens"]})
 
     def score(params: Any, batch: dict[str, Array]) -> dict[str, Array]:
