@@ -416,6 +416,16 @@ def test_calls_that_hide_their_work_are_named() -> None:
     assert hlo.read(text, {"data": 2}).opaque_calls == ("tpu_custom_call",)
 
 
+def test_metadata_of_several_lines_do_not_end_a_computation() -> None:
+    line = '  %c = f32[4]{0} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={'
+    line += '\n"block": "512"\n}}, backend_config={"estimated_cycles":"7"}'
+    text = COLLECTIVE.format(groups="").replace("  ROOT", f"{line}\n  ROOT")
+    found = hlo.read(text, {"data": 2})
+    assert found.opaque_calls == ("tpu_custom_call",)
+    assert found.collectives == hlo.read(COLLECTIVE.format(groups=""), {"data": 2}).collectives
+    assert [kernel.cycles for kernel in found.kernels] == [7]
+
+
 def test_other_text_is_refused() -> None:
     with pytest.raises(ValueError, match="no ENTRY computation"):
         hlo.read("module @jit_f attributes {}", {"data": 1})

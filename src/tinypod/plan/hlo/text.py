@@ -150,10 +150,13 @@ def parse(text: str) -> Module:
     computations: dict[str, Computation] = {}
     current, entry = None, None
     for line in text.splitlines():
-        if current is not None and line.startswith("  "):
-            _add_instruction(current, line)
-        elif line.startswith("}"):
+        if line == "}" or line.startswith("}, execution_thread="):
             current = None
+        elif current is not None and _INSTRUCTION.match(line):
+            _add_instruction(current, line)
+        elif current is not None and current.instructions:
+            # A Pallas kernel's metadata have lines of their own.
+            next(reversed(current.instructions.values())).attributes += line
         elif heading := _COMPUTATION.match(line):
             current = computations[heading[2]] = Computation(heading[2])
             entry = current if heading[1] else entry
@@ -165,8 +168,7 @@ def parse(text: str) -> Module:
 
 def _add_instruction(computation: Computation, line: str) -> None:
     found = _INSTRUCTION.match(line)
-    if not found:
-        return
+    assert found
     root, name, shape, opcode = found.groups()
     end = _closing(line, found.end())
     arguments = line[found.end() : end]
