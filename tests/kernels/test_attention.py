@@ -6,7 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tinypod import config as configs
 from tinypod import sharding
+from tinypod.experiment import ExperimentConfig, build
 from tinypod.kernels import attention
 from tinypod.sharding import ANYWHERE, MeshConfig
 
@@ -36,3 +38,24 @@ def test_no_kernel_where_there_is_none() -> None:
     x = jnp.zeros((1, 128, 2, 128), jnp.bfloat16)
     assert attention.causal(x, x, x, ANYWHERE) is None
     assert attention.causal(x, x, x, sharding.place(sharding.make_mesh(MeshConfig()), {})) is None
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "{devices: 1}",
+        "{devices: 8, data: 2, fsdp: 2, tensor: 2}",
+        "{devices: 8, data: 2, pipeline: 2, fsdp: 2}",
+    ],
+)
+def test_a_step_with_the_kernel_lowers_for_a_tpu(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is around the kernel must leave nothing of it to the partitioner; lowering says so, and needs no TPU."""
+    monkeypatch.setattr(sharding.Placement, "kernels", "tpu")
+    shape = ("hidden_size=16", "num_layers=2", "num_heads=4", "head_dim=128", "mlp_size=16")
+    overrides = ("data.path=nowhere", "data.expected.length=128", f"mesh={mesh}", "accumulation=4", "batch_size=64")
+    config = configs.load(
+        "distill/tiny", [*overrides, *(f"model.{one}" for one in shape), "model.remat=true"], ExperimentConfig
+    )
+    experiment = build(config, planned=True)
+    lowered = experiment.train_step.trace(*experiment.abstract_inputs).lower(lowering_platforms=("tpu",))
+    assert "tpu_custom_call" in lowered.as_text()

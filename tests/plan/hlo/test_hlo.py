@@ -417,7 +417,9 @@ def test_calls_that_hide_their_work_are_named() -> None:
 
 
 def test_metadata_of_several_lines_do_not_end_a_computation() -> None:
-    line = '  %c = f32[4]{0} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={'
+    line = (
+        '  %c = f32[4]{0} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={'
+    )
     line += '\n"block": "512"\n}}, backend_config={"estimated_cycles":"7"}'
     text = COLLECTIVE.format(groups="").replace("  ROOT", f"{line}\n  ROOT")
     found = hlo.read(text, {"data": 2})
