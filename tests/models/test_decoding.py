@@ -26,6 +26,7 @@ def random_model(**changes: Any) -> tuple[Qwen3Config, Any]:
 @pytest.mark.parametrize("form", [{}, {"low_bit": "q2a2", "lora": {"rank": 2}}])
 def test_logits_are_those_of_a_full_pass_at_every_position(form: dict[str, Any]) -> None:
     config, params = random_model(**form)
+    params = qwen3.prepare(config, params)
     tokens = np.random.default_rng(0).integers(0, 61, (2, 13)).astype(np.int32)
     head = qwen3.head(config, params)
     expected = jax.jit(lambda ids: head(qwen3.apply(config, params, ids)))(jnp.asarray(tokens))

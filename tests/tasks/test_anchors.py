@@ -25,6 +25,7 @@ from tinypod.runs.saver import open_checkpoints
 from tinypod.step import bind_loss
 from tinypod.train import train
 from tinypod.weights import language_model
+from tinypod.weights.importing import create_run
 from tinypod.weights.language_model import LanguageModel
 
 QUIET = Console(file=StringIO())
@@ -227,6 +228,12 @@ def test_resumed_to_the_bit(folder: Path, tmp_path: Path) -> None:
         np.testing.assert_array_equal(np.asarray(leaf), np.asarray(ends[1][path]), err_msg=path)
     logged = [json.loads(line) for line in (tmp_path / "resumed" / "metrics.jsonl").read_text().splitlines()]
     assert all(row["train/anchor_loss"] > 0 for row in logged if "train/loss" in row)
+    # A run that was made without them, by importing weights, takes them as long as it has not been trained.
+    later = Run(tmp_path / "later")
+    create_run(later, make_config(folder, "batch_size=8", anchored=False), str(tmp_path / "straight"))
+    train(make_config(folder, "steps=1"), later, QUIET)
+    with pytest.raises(ConfigError, match=r"task\.anchor"):
+        train(make_config(folder, "steps=2", "task.anchor.every=2"), later, QUIET)
 
 
 def test_the_weight_is_an_argument_and_other_anchors_are_other_data(folder: Path) -> None:

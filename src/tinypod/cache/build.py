@@ -186,7 +186,9 @@ def make_asker(teacher: LanguageModel, settings: Settings) -> Callable[[np.ndarr
         head = qwen3.head(config, params, placement)
 
         def one(part: Array) -> dict[str, Array]:
+            # Less the largest, which is then exact: rounding it would move mass between the top K and the rest.
             logits = head(part)
+            logits = logits - jnp.max(logits, axis=-1, keepdims=True)
             values, indices = jax.lax.top_k(logits, settings.topk)
             sums = [jax.nn.logsumexp(logits / t, axis=-1) for t in settings.temperatures]
             limit = float(jnp.finfo(jnp.float16).max)

@@ -2,8 +2,9 @@
 
 A shard holds `input_ids` int32 [n, L]; where not every token is scored, `mask` uint8 [n, L]; and of a teacher
 `topk_idx` int32 and `topk_logits` float16 [n, L-1, K], by falling logit, with `logz` float32 [n, L-1, temperatures],
-log Σ exp(logit / T) over the whole vocabulary; caches of other programs have none. Position p is about token p + 1.
-Blocks are read by their number, whichever shard they are in; the manifest is written last.
+log Σ exp(logit / T) over the whole vocabulary; caches of other programs have none. Logits are less the largest of their
+position, where float16 is finest. Position p is about token p + 1. Blocks are read by their number, whichever shard
+they are in; the manifest is written last.
 """
 
 import hashlib

@@ -98,7 +98,7 @@ class Saver:
             return self._restore_without_damaged(step, error)
         info = self.checkpoints.info(step)
         fingerprint = dict(self.experiment.task.fingerprint)
-        if (began := info.get("dataset", fingerprint)) != fingerprint:
+        if step and (began := info.get("dataset", fingerprint)) != fingerprint:  # imported weights saw no data yet
             parts = [name for name in {*began, *fingerprint} if began.get(name) != fingerprint.get(name)]
             raise ConfigError(
                 f"data.path={self.experiment.config.data.path}: not the data that this run was trained on "

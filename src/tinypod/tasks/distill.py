@@ -346,5 +346,8 @@ KIND = TaskKind(
     qwen3.Qwen3Config,
     open_data,
     build_task,
-    changeable=(r"task\.(kd_weight|top1_weight|label_weight|train\..*|anchor\.weight)", r"data\.(text|window|stride)"),
+    changeable=(
+        r"task\.(kd_weight|top1_weight|label_weight|train\..*|anchor\.(weight|path))",
+        r"data\.(text|window|stride)",
+    ),
 )
