@@ -22,7 +22,6 @@ from tinypod.models import qwen3
 from tinypod.runs.checksums import flatten
 from tinypod.runs.folder import Run
 from tinypod.runs.load import load_weights
-from tinypod.runs.report import scores_table
 from tinypod.runs.saver import open_checkpoints
 from tinypod.train import train
 from tinypod.weights import hugging_face, language_model
@@ -338,12 +337,11 @@ def test_a_pipeline_computes_what_one_device_does(cache: Path, mesh: str) -> Non
     assert norm.sharding.shard_shape(norm.shape) == (4 // stages, 16)
 
 
-def test_what_is_scored_is_said_with_its_bits(cache: Path) -> None:
+def test_a_low_bit_model_is_described_with_its_bits(cache: Path) -> None:
     task = build(make_config(cache, **FORMS["low-bit"])).task
-    table = scores_table("a title", task, {"count": 3, "perplexity": 2.0, "kd_loss": 0.1, "agreement": 0.5})
     # A matrix of 16 × 16: 2 bits and 2 · 33 scales; the three of 16 × 32: 2 · 49.
     expected = 2 + 16 * (4 * 2 * 33 + 3 * 2 * 49) / (4 * 256 + 3 * 512)
-    assert f"low-bit ({expected:.2f} bits per weight of its linear layers)" in str(table.caption)
+    assert f"low-bit ({expected:.2f} bits per weight of its linear layers)" in task.description
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def evaluate(
     from tinypod.runs.folder import open_run
     from tinypod.runs.load import load_weights
     from tinypod.runs.report import scores_table
-    from tinypod.runs.terminal import counting
+    from tinypod.runs.terminal import counting, say
 
     loaded = load_weights(open_run(run), [*(overrides or []), *thinking(halt_steps)], checkpoint, weights)
     experiment, config = loaded.experiment, loaded.experiment.config
@@ -43,3 +43,4 @@ def evaluate(
     more = f", {halt_steps} steps each" if halt_steps else ""
     title = f"{run}, step {loaded.step:,}, {loaded.weights} weights{more}"
     console.print(scores_table(title, experiment.task, scores))
+    say(console, experiment.task.description)

@@ -14,9 +14,8 @@ from tinypod.tasks.task import Task
 
 
 def scores_table(title: str, task: Task, scores: Mapping[str, float]) -> Table:
-    """Scores over everything, and by part where the task tells parts apart (`exact_accuracy/NAME`); below them, what
-    was scored."""
-    table = Table(title=Text(title), title_justify="left", caption=Text(task.description), caption_justify="left")
+    """Scores over everything, and by part where the task tells parts apart (`exact_accuracy/NAME`)."""
+    table = Table(title=Text(title), title_justify="left")
     parts = [name.removeprefix("count/") for name in scores if name.startswith("count/")]
     table.add_column("source")
     headline = [metric for metric in task.headline if metric.name in scores]
