@@ -88,8 +88,8 @@ def summarise(sums: Any) -> dict[str, float]:
     return {"loss": float(sums["loss"] / sums["weight"]), "accuracy": float(sums["right"] / sums["weight"])}
 
 
-def build(config: Any, text: bytes, gather: Any) -> Task:
-    length, batch_size, model = config.data.length, config.batch_size, config.model
+def build(config: Any, text: bytes, placement: Any) -> Task:
+    length, batch_size, model, gather = config.data.length, config.batch_size, config.model, placement.gather
     content = np.frombuffer(text, np.uint8).astype(np.int32)
 
     def blocks(first: int, stop: int, seed: int) -> dict[str, np.ndarray]:

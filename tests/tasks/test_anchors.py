@@ -22,7 +22,7 @@ from tinypod.models import qwen3
 from tinypod.runs.checksums import flatten
 from tinypod.runs.folder import Run
 from tinypod.runs.saver import open_checkpoints
-from tinypod.step import bind_loss
+from tinypod.step import bind_loss, differentiated
 from tinypod.train import train
 from tinypod.weights import language_model
 from tinypod.weights.importing import create_run
@@ -137,7 +137,8 @@ def test_the_loss_is_that_of_the_definition(folder: Path) -> None:
 def gradients(experiment: Experiment, number: int) -> dict[str, np.ndarray]:
     state, task = experiment.init(), experiment.task
     varied = {name: np.float32(x) for name, x in task.varied.items()}
-    loss, arguments, _ = bind_loss(task, state.params, {}, task.open_feed(experiment.mesh)(number), varied)
+    prepared, wanted = task.prepare(state.params), differentiated(task, state.params)
+    loss, arguments, _ = bind_loss(task, prepared, wanted, {}, task.open_feed(experiment.mesh)(number), varied)
     return flatten(jax.jit(jax.grad(loss, has_aux=True))(*arguments)[0])
 
 

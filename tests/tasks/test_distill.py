@@ -170,7 +170,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=pytest.mark.slow if "LoRA" in form else ()) for form in FORMS]
+    "form", [pytest.param(form, marks=() if form == "low-bit" else pytest.mark.slow) for form in FORMS]
 )
 def test_a_student_comes_nearer_and_nothing_moves_but_what_should(
     teacher: Path, cache: Path, tmp_path: Path, form: str
@@ -309,9 +309,8 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(mesh, marks=pytest.mark.slow if "fsdp" in mesh else ()) for mesh in PIPELINES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", PIPELINES)
 def test_a_pipeline_computes_what_one_device_does(cache: Path, mesh: str) -> None:
     """Losses, weights after three steps, and held-out scores; layers lie on the devices of their stage alone."""
     found = []
