@@ -44,7 +44,8 @@ class Placement(NamedTuple):
         if self.mesh is None:
             return None
         device = self.mesh.devices.flat[0]
-        if device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) >= 8:
+        generation = str(getattr(device, "compute_capability", "")).partition(".")[0]  # "9" of "9.0"; AMD's are names
+        if device.platform == "gpu" and generation.isdigit() and int(generation) >= 8:
             return "cudnn"
         return "tpu" if device.platform == "tpu" else None
 
