@@ -39,7 +39,7 @@ STAGES = (
     Stage("4bit_recovered", "4 bits, recovered", "demo_4bit", "4bit_quantised"),
     Stage("2bit_quantised", "2 bits, quantised", "demo_2bit"),
     Stage("2bit_recovered", "2 bits, recovered", "demo_2bit", "2bit_quantised"),
-    Stage("2bit_lora", "2 bits, recovered, + LoRA", "demo_lora", "2bit_quantised"),
+    Stage("2bit_lora", "2 bits, and LoRA", "demo_lora", "2bit_quantised"),
 )
 
 
@@ -85,7 +85,7 @@ class Demo:
     def cache(self, name: str, *arguments: object) -> None:
         """A build that was stopped is continued by the same command."""
         if not (self.folder / name / "manifest.json").exists():
-            tinypod("cache", "build", self.folder / name, *arguments, "--length", 128, "--held-out", 0.03)
+            tinypod("cache", "build", self.folder / name, *arguments, "--length", 128, "--held-out", 0.02)
 
     def train(self, run: Path, recipe: str, data: str) -> None:
         tinypod("train", f"distill/{recipe}", "--run", run, f"data.path={self.folder / data}", *self.overrides)
@@ -128,9 +128,9 @@ class Demo:
         return json.loads(self.path_of(name).read_text())
 
     def table(self) -> Table:
-        table = Table(title="Held-out text, its perplexity in bytes", title_justify="left")
+        table = Table(title="Held-out text: perplexity of a byte", title_justify="left")
         table.add_column("weights")
-        for title in ("bits each", "perplexity", "regained", "KD loss", "agrees"):
+        for title in ("bits", "perplexity", "regained", "KD loss", "agrees"):
             table.add_column(title, justify="right")
         full = self.scores("teacher")["perplexity"]
         for stage in STAGES:
@@ -160,7 +160,7 @@ def bits_per_weight(recipe: str, overrides: list[str]) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/demo_distill"), help="where everything goes")
-    parser.add_argument("--blocks", type=int, default=3200, help="blocks of 128 bytes that the students see")
+    parser.add_argument("--blocks", type=int, default=3600, help="blocks of 128 bytes that the students see")
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="config keys to change, in every training")
     given = parser.parse_args()
     demo = Demo(given.folder, given.blocks, given.overrides)
