@@ -192,6 +192,7 @@ def test_folders_that_cannot_be_used(source: Path, tmp_path: Path) -> None:
         run_import(source, tmp_path / "other", vocab_size=300)
 
 
+@pytest.mark.slow
 def test_it_trains_with_the_renormalised_loss_alone(source: Path, tmp_path: Path) -> None:
     run_import(source, tmp_path / "ours")
     tree: dict[str, Any] = {

@@ -69,6 +69,7 @@ def test_what_cannot_be_continued_is_said(model: Path, tmp_path: Path) -> None:
     assert "unknown key" in refused(model, "hello", "--tokenizer", "bytes", "--mesh", "{tnesor: 3}")
 
 
+@pytest.mark.slow
 def test_a_run_continues_its_held_out_text_by_its_own_tokenizer(model: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("tiny pods make tiny models. " * 60)
     settings = caches.Settings(length=16, held_out=0.2)

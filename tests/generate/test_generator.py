@@ -57,9 +57,10 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, form: str) -> N
     np.testing.assert_array_equal(tokens_of(Generator(model), 20)[0], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
-    [pytest.param({"data": 8}, marks=pytest.mark.slow), {"data": 2, "fsdp": 2, "tensor": 2}],
+    [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}],
     ids=str,
 )
 def test_eight_devices_say_the_same(mesh: dict[str, int]) -> None:
@@ -71,6 +72,7 @@ def test_eight_devices_say_the_same(mesh: dict[str, int]) -> None:
     np.testing.assert_array_equal(*drawn)
 
 
+@pytest.mark.slow
 def test_a_seed_decides_each_sample_for_itself() -> None:
     model = make_model("plain")
     hot, coldest = Generator(model, Sampling(1.5)), Generator(model, Sampling(1.5, top_k=1))

@@ -13,7 +13,7 @@ from tinypod.kernels import attention
 from tinypod.sharding import ANYWHERE, MeshConfig
 
 
-@pytest.mark.parametrize("mesh", [None, MeshConfig(data=2, fsdp=2, tensor=2)])
+@pytest.mark.parametrize("mesh", [None, pytest.param(MeshConfig(data=2, fsdp=2, tensor=2), marks=pytest.mark.slow)])
 def test_splash_attention_is_attention(mesh: MeshConfig | None) -> None:
     placement = ANYWHERE if mesh is None else sharding.place(sharding.make_mesh(mesh), {})
     keys = jax.random.split(jax.random.key(0), 4)

@@ -142,6 +142,7 @@ def gradients(experiment: Experiment, number: int) -> dict[str, np.ndarray]:
     return flatten(jax.jit(jax.grad(loss, has_aux=True))(*arguments)[0])
 
 
+@pytest.mark.slow
 def test_without_weight_the_gradient_is_that_of_the_rows_to_train_on(folder: Path) -> None:
     kept, alone, heavy = (
         gradients(build(config), 3)
@@ -176,6 +177,7 @@ def test_rows_do_not_depend_on_who_reads_them(folder: Path) -> None:
     assert seen == [row.tobytes() for row in known]
 
 
+@pytest.mark.slow
 def test_anchors_of_the_student_itself_are_met_at_first_and_left_slowly(folder: Path, tmp_path: Path) -> None:
     config = make_config(folder, f"task.anchor.path={tmp_path / 'own'}", "task.anchor.weight=0.0")
     planned = build(config, planned=True)  # before there are any

@@ -193,6 +193,7 @@ def test_a_student_comes_nearer_and_nothing_moves_but_what_should(
         assert {"weight", "embed", "q_norm"} <= moved
 
 
+@pytest.mark.slow
 def test_stages_are_arguments_of_one_program(teacher: Path, cache: Path, tmp_path: Path) -> None:
     run, form = tmp_path / "run", FORMS["low-bit"]
     create_run(Run(run), make_config(cache, **form), str(teacher / "run"))

@@ -100,6 +100,7 @@ def test_packed_weights_come_in_teach_and_go_out(folder: Path, tmp_path: Path) -
     assert manifest.teacher.name == str(given)
 
 
+@pytest.mark.slow
 def test_snapped_magnitudes_are_halves_and_stay(folder: Path, tmp_path: Path) -> None:
     run, config, given = tmp_path / "run", folder / "config.yaml", tmp_path / "given"
     packed.write(given, *make_model(low_bit="q4a4"), "float32")
