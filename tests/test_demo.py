@@ -62,7 +62,7 @@ def test_the_demo_of_distillation_ends_in_a_table_and_repeats_nothing(tmp_path: 
     perplexity, kd = ({name: x[key] for name, x in scores.items()} for key in ("perplexity", "kd_loss"))
     assert perplexity["teacher"] < 60  # of 257 bytes
     assert perplexity["teacher"] < perplexity["2bit_quantised"]
-    assert abs(kd["teacher"]) < 1e-4 < kd["4bit_quantised"] < kd["2bit_quantised"]
+    assert abs(kd["teacher"]) < 1e-6 < kd["4bit_quantised"] < kd["2bit_quantised"]
     assert kd["4bit_recovered"] < kd["4bit_quantised"]
     assert kd["2bit_lora"] < kd["2bit_recovered"] < kd["2bit_quantised"]
     table = shown[shown.index("Held-out text") :]

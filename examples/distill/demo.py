@@ -135,9 +135,8 @@ class Demo:
         full = self.scores("teacher")["perplexity"]
         for stage in STAGES:
             scores = self.scores(stage.name)
-            regained = ""
-            if stage.quantised is not None:
-                lost = self.scores(stage.quantised)["perplexity"]
+            regained, lost = "", self.scores(stage.quantised)["perplexity"] if stage.quantised else full
+            if lost > full:
                 regained = f"{(lost - scores['perplexity']) / (lost - full):.1%}"
             bits, against = f"{bits_per_weight(stage.recipe, self.overrides):.2f}", f"{scores['kd_loss']:.4f}"
             perplexity, agrees = f"{scores['perplexity']:.3f}", f"{scores['agreement']:.1%}"
