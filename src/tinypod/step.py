@@ -169,40 +169,50 @@ def _make_differentiate(task: Task, accumulation: int) -> Callable[..., tuple[Tr
     """(params, carry, batch, varied) -> gradients, sums, carry, gradients of table rows; part by part."""
 
     def differentiate(params: dict[str, Tree], carry: Tree, batch: Tree, varied: Tree) -> tuple[Tree, ...]:
-        """Prepared parameters are differentiated part by part; their gradients go back through `prepare` once."""
+        """The loss is differentiated by prepared and lowered parameters, part by part; gradients are added up in the
+        dtype that they had before, float32, and go back through `prepare` once."""
         wanted = differentiated(task, params)
 
         def prepare(trained: Tree) -> Tree:
             return select(task.prepare(merge(params, trained)), wanted)
 
         chosen, pull_back = jax.vjp(prepare, select_trained(task, params))
-        prepared = merge(task.prepare(params), chosen)
-        grads, *rest = (gradients if accumulation == 1 else accumulate)(prepared, wanted, carry, batch, varied)
-        return *pull_back(grads), *rest
+        lowered = task.lower(merge(task.prepare(params), chosen))
+        if accumulation == 1:
+            grads, *rest = gradients(lowered, wanted, carry, batch, varied)
+        else:
+            zeros = jax.tree.map(jnp.zeros_like, chosen)
+            grads, *rest = accumulate(zeros, lowered, wanted, carry, batch, varied)
+        return *pull_back(_like(grads, chosen)), *rest
 
     def gradients(prepared: dict[str, Tree], wanted: Any, carry: Tree, batch: Tree, varied: Tree) -> Any:
         loss, arguments, ids = bind_loss(task, prepared, wanted, carry, batch, varied)
         (grads, row_grads), (carry, sums) = jax.grad(loss, argnums=(0, 1), has_aux=True)(*arguments)
         return grads, sums, carry, {name: RowGradients(ids[name], row_grads[name]) for name in ids}
 
-    def accumulate(prepared: dict[str, Tree], wanted: Any, carry: Tree, batch: Tree, varied: Tree) -> tuple[Tree, ...]:
+    def accumulate(
+        zeros: Tree, prepared: dict[str, Tree], wanted: Any, carry: Tree, batch: Tree, varied: Tree
+    ) -> tuple[Tree, ...]:
         """The same over parts of the rows, one after the other.
 
         Part i takes every accumulation-th row from the i-th on: each device of the `fsdp` axis then has its share of
         every part, where parts of neighbouring rows would lie on few devices and be computed by all.
         """
         parts = jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, accumulation, *x.shape[1:]), 0, 1), (carry, batch))
-        zeros = jax.tree.map(jnp.zeros_like, select(prepared, wanted))
 
         def add(total: Tree, part: Tree) -> tuple[Tree, Tree]:
             grads, *rest = gradients(prepared, wanted, part[0], part[1], varied)
-            return jax.tree.map(jnp.add, total, grads), rest
+            return jax.tree.map(jnp.add, total, _like(grads, total)), rest
 
         grads, (sums, carry, row_grads) = jax.lax.scan(add, zeros, parts)
         carry, row_grads = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), (carry, row_grads))
         return grads, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums), carry, row_grads
 
     return differentiate
+
+
+def _like(tree: Tree, other: Tree) -> Tree:
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, other)
 
 
 def _over_axes(task: Task, differentiate: Callable[..., Any], mesh: Mesh, specs: Tree) -> Callable[..., Any]:

@@ -66,7 +66,7 @@ def test_a_teacher_that_is_sure_has_no_loss_against_its_own_cache(tmp_path: Path
     @jax.jit
     def score(params: qwen3.Params) -> dict[str, jax.Array]:
         hidden = qwen3.apply(config, params, rows["input_ids"])[:, :-1]
-        return row_sums(hidden, qwen3.head(config, params), known, np.ones_like(known["labels"]), 8, "tail", 1.0)
+        return row_sums(hidden, qwen3.head_weight(config, params), known, np.ones_like(known["labels"]), 8, "tail", 1.0)
 
     sums = score(params)
     assert (rows["topk_logits"][..., 0] - rows["topk_logits"][..., 1]).mean() > 1  # it is sure

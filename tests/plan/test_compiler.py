@@ -1,5 +1,6 @@
-"""Every shipped config of puzzles, compiled by the TPU compiler for a slice that is not there; recursion is shortened,
-to take seconds. What must hold of every step: one reduction of gradients, no activations sent, the state donated."""
+"""Every shipped config, compiled by the TPU compiler for a slice that is not there; recursion is shortened and language
+models are made small, to take seconds. What must hold of every step: one reduction of gradients, no activations sent
+over the data axis, the state donated."""
 
 import ctypes
 import os
@@ -32,6 +33,13 @@ SHIPPED = [
     for path in sorted(CONFIGS.rglob("*.yaml"))
     if path.name != "base.yaml" and path.parent.name != "distill"
 ]
+LANGUAGE_MODELS = sorted(CONFIGS.glob("distill/*.yaml"))
+SMALL_LANGUAGE_MODEL = (
+    "data.path=nowhere",
+    *(f"model.{size}" for size in ("vocab_size=1024", "hidden_size=256", "num_layers=4", "mlp_size=512")),
+)
+SLICES |= {"lora_v6e4": "v6e-4", "lora_v6e8": "v6e-8", "qat_v6e4": "v6e-4"}
+SLICES |= {"qwen3_8b": "v5p-32", "qwen3_32b": "v5p-128"}  # other language models: v6e-1
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +93,57 @@ def check_step(config: ExperimentConfig, found: Analysis, target: str) -> None:
     assert work.opaque_calls == ()
     assert sum(kernel.cycles or 0 for kernel in work.kernels) > 0
     assert 0 < found.memory.needed < slices.find_slice(target).generation.usable_bytes
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("path", LANGUAGE_MODELS, ids=lambda path: path.stem)
+def test_every_language_model_compiles_for_its_slice(path: Path) -> None:
+    target = SLICES.get(path.stem, "v6e-1")
+    small = () if path.stem == "tiny" or path.stem.startswith("demo") else SMALL_LANGUAGE_MODEL
+    config, found = compile_language_model(path, target, *small)
+    work = found.work
+    assert work is not None
+    over_data = [traffic for traffic in work.exchanges() if "data" in traffic.axes]
+    gradients = trained_bytes(config)
+    if found.mesh["data"] > 1:
+        [reduction] = over_data
+        assert reduction.op == "all-reduce"
+        assert gradients <= reduction.payload_bytes < gradients + 8192  # and the sums for metrics
+    else:
+        assert over_data == []
+    assert any(traffic.op == "all-gather" for traffic in work.exchanges()) == (found.mesh["fsdp"] > 1)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_pipeline_hands_activations_on_and_gathers_no_weights() -> None:
+    path = CONFIGS / "distill" / "qwen3_32b.yaml"
+    staged = ("mesh={data: 1, pipeline: 4, fsdp: 1, tensor: 4}", "accumulation=16", "batch_size=16")
+    _, found = compile_language_model(path, "v5p-32", *SMALL_LANGUAGE_MODEL, *staged)
+    assert found.work is not None
+    assert found.mesh == {"data": 1, "pipeline": 4, "fsdp": 1, "tensor": 4}
+    handed = [one for one in found.work.exchanges() if one.op == "collective-permute" and one.axes == ("pipeline",)]
+    assert sum(one.runs for one in handed) == 2 * (16 + 4 - 1)  # every turn, forward and backward
+    assert not any(one.op == "all-gather" and "fsdp" in one.axes for one in found.work.exchanges())
+
+
+def compile_language_model(path: Path, target: str, *overrides: str) -> tuple[ExperimentConfig, Analysis]:
+    config = load(path, overrides, ExperimentConfig)
+    found = tpu_compiler.compile_for(config, slices.find_slice(target))
+    work = found.work
+    assert work is not None
+    assert all("?" not in traffic.axes for traffic in work.exchanges()), work.collectives
+    built = experiment.build(config, jax.devices()[:1], planned=True)
+    frozen = len(jax.tree.leaves(built.abstract_state.params)) - len(
+        jax.tree.leaves(step.select_trained(built.task, built.abstract_state.params))
+    )
+    assert len(jax.tree.leaves(built.abstract_state)) - frozen <= len(work.aliased)
+    assert work.unwanted == ()
+    assert work.unknown_loops == ()
+    assert set(work.opaque_calls) <= {"tpu_custom_call"}  # attention
+    assert 0 < found.memory.needed < slices.find_slice(target).generation.usable_bytes
+    return config, found
 
 
 @needs_compiler

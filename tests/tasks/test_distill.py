@@ -23,6 +23,7 @@ from tinypod.runs.checksums import flatten
 from tinypod.runs.folder import Run
 from tinypod.runs.load import load_weights
 from tinypod.runs.saver import open_checkpoints
+from tinypod.step import select_trained
 from tinypod.train import train
 from tinypod.weights import hugging_face, language_model
 from tinypod.weights.convert import convert
@@ -301,6 +302,25 @@ def test_an_export_has_the_effective_weights(teacher: Path, cache: Path, tmp_pat
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens)).logits.numpy()
     np.testing.assert_allclose(np.asarray(ours), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["low-bit", "LoRA over low-bit"])
+def test_a_short_dtype_has_nearly_the_same_gradients_and_adds_them_up_in_float32(cache: Path, form: str) -> None:
+    def first_step(dtype: str, accumulation: int) -> dict[str, Any]:
+        options = (f"accumulation={accumulation}", "task.temperature=2.0", "task.label_weight=0.5")
+        experiment = build(make_config(cache, *options, **FORMS[form], dtype=dtype, head_dim=16))
+        state, settings, feed = experiment.init(), experiment.put_settings(), experiment.task.open_feed(experiment.mesh)
+        with jax.numpy_dtype_promotion("standard"):  # attention of jax.nn in bfloat16 is not strict
+            state, sums = experiment.train_step(state, settings, experiment.put(np.int32(0)), feed(0))
+        feed.close()
+        moved = jax.tree.leaves((select_trained(experiment.task, state.params), state.opt_state))
+        assert {leaf.dtype.name for leaf in moved if leaf.ndim} == {"float32"}
+        return {name: float(x) for name, x in sums.items()}
+
+    exact, short, in_parts = first_step("float32", 1), first_step("bfloat16", 1), first_step("bfloat16", 4)
+    for name in ("loss", "grad_norm"):
+        assert short[name] == pytest.approx(exact[name], rel=0.03), name
+        assert in_parts[name] == pytest.approx(short[name], rel=0.01), name
 
 
 PIPELINES = {

@@ -44,9 +44,9 @@ def test_terms_are_those_of_their_definitions(temperature: float) -> None:
         "agreement": (student.argmax(axis=-1) == idx[..., 0]).astype(float),
         "label_accuracy": (student.argmax(axis=-1) == labels).astype(float),
     }
-    logits = jnp.asarray(student, jnp.float32)
+    logits, same = jnp.asarray(student, jnp.float32), jnp.eye(V, dtype=jnp.float32)
     for kind, kd in (("tail", tail), ("renormalised", renormalised)):
-        terms = position_terms(logits, known, kind, temperature)  # type: ignore[arg-type]
+        terms = position_terms(logits, same, known, kind, temperature)  # type: ignore[arg-type]
         for name, value in (expected | {"kd_loss": temperature**2 * kd}).items():
             np.testing.assert_allclose(terms[name], value, rtol=2e-4, atol=2e-5, err_msg=f"{kind} {name}")
 
@@ -77,20 +77,18 @@ def test_a_student_without_any_mass_outside_has_a_finite_loss_and_gradient() -> 
 
 @pytest.mark.parametrize("stretch", [2, 3, 7, 100])
 def test_stretches_add_up_to_the_whole_and_masks_count(stretch: int) -> None:
-    hidden, weight = jnp.asarray(RNG.standard_normal((B, L, 6)), jnp.float32), jnp.asarray(RNG.standard_normal((6, V)))
+    hidden = jnp.asarray(RNG.standard_normal((B, L, 6)), jnp.float32)
+    weight = jnp.asarray(RNG.standard_normal((6, V)), jnp.float32)
     teacher = RNG.standard_normal((B, L, V))
     known = {name: x.astype(jnp.float32) if name != "topk_idx" else x for name, x in cached(teacher, 1.0).items()}
     known["labels"] = jnp.asarray(RNG.integers(0, V, (B, L)))
     mask = jnp.asarray(RNG.integers(0, 2, (B, L)))
 
-    def head(x: jax.Array) -> jax.Array:
-        return x @ weight.astype(jnp.float32)
-
     def total(hidden: jax.Array, stretch: int) -> jax.Array:
-        return jnp.sum(row_sums(hidden, head, known, mask, stretch, "tail", 1.0)["kd_loss"])
+        return jnp.sum(row_sums(hidden, weight, known, mask, stretch, "tail", 1.0)["kd_loss"])
 
-    sums = row_sums(hidden, head, known, mask, stretch, "tail", 1.0)
-    terms = position_terms(head(hidden), known, "tail", 1.0)
+    sums = row_sums(hidden, weight, known, mask, stretch, "tail", 1.0)
+    terms = position_terms(hidden, weight, known, "tail", 1.0)
     for name, value in terms.items():
         np.testing.assert_allclose(
             sums[name], jnp.sum(value * mask.astype(jnp.float32), axis=-1), rtol=1e-4, atol=1e-5, err_msg=name
@@ -99,3 +97,40 @@ def test_stretches_add_up_to_the_whole_and_masks_count(stretch: int) -> None:
     np.testing.assert_allclose(
         jax.grad(total)(hidden, stretch), jax.grad(lambda h: total(h, L))(hidden), rtol=1e-4, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("kind", ["tail", "renormalised"])
+def test_gradients_are_those_of_autodiff(kind: str, temperature: float) -> None:
+    """Of the same terms from logits that are there in full; a label is also among the top K, and one id comes twice."""
+    hidden, weight = (jnp.asarray(RNG.standard_normal(shape), jnp.float32) for shape in ((B, L, 6), (6, V)))
+    teacher = RNG.standard_normal((B, L, V))
+    known = {
+        name: x.astype(jnp.float32) if name != "topk_idx" else x for name, x in cached(teacher, temperature).items()
+    }
+    known["topk_idx"] = known["topk_idx"].at[:, :, 3].set(known["topk_idx"][:, :, 2])
+    known["labels"] = jnp.where(
+        jnp.arange(L)[None] % 2, known["topk_idx"][..., 1], jnp.asarray(RNG.integers(0, V, (B, L)))
+    )
+    shares = {"kd_loss": 1.0, "top1_loss": 0.2, "label_loss": 0.3}
+
+    def written(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+        terms = position_terms(hidden, weight, known, kind, temperature)  # type: ignore[arg-type]
+        return sum((share * jnp.sum(terms[name]) for name, share in shares.items()), jnp.float32(0))
+
+    def plain(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+        logits = hidden @ weight
+        logz, hot = (jax.nn.logsumexp(logits / t, axis=-1) for t in (1.0, temperature))
+
+        def at(ids: jax.Array) -> jax.Array:
+            return jnp.take_along_axis(logits, ids, axis=-1)
+
+        top = known["topk_idx"]
+        kd = kd_divergence(kind, known["topk_logits"], known["logz"], at(top), hot, temperature)  # type: ignore[arg-type]
+        top1, label = logz - at(top[..., :1])[..., 0], logz - at(known["labels"][..., None])[..., 0]
+        return jnp.sum(kd + 0.2 * top1 + 0.3 * label)
+
+    np.testing.assert_allclose(written(hidden, weight), plain(hidden, weight), rtol=1e-5)
+    found, expected = (jax.jit(jax.grad(loss, argnums=(0, 1)))(hidden, weight) for loss in (written, plain))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)

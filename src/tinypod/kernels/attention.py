@@ -16,6 +16,8 @@ from tinypod.sharding import Placement, free_axes
 
 LANES = 128  # what a TPU's vector registers are wide: its kernel takes multiples of it
 LARGEST_BLOCK = 512
+# Kernels whose results are kept for the backward pass, by name; another one would be run again there.
+KEPT_PRIMITIVES = ("dot_product_attention_fwd_wrapper", "pallas_call")  # cuDNN's, splash attention's
 
 
 def causal(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, placement: Placement) -> Array | None:

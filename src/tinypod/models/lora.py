@@ -1,4 +1,5 @@
-"""Low-rank adapters: y = x W + (x A) B · alpha / rank, in float32, over a base that may be frozen.
+"""Low-rank adapters: y = x W + (x A) B · alpha / rank, over a base that may be frozen. They are float32, and multiplied
+in the dtype of x.
 
 They stand in a linear leaf beside its weight, plain or low-bit: `lora_A` [..., *in, r] and `lora_B` [..., r, *out].
 Gradients pass through the base: only its weights are constants, not its output.
@@ -36,10 +37,9 @@ def init(key: Array, layers: int, inputs: Sequence[int], outputs: Sequence[int],
 
 
 def apply(leaf: dict[str, Array], x: Array, scale: float) -> Array:
-    """What the adapter of one layer adds, in float32. `x`: [..., *in]."""
-    a, b = leaf["lora_A"], leaf["lora_B"]
-    inner = jnp.tensordot(x.astype(jnp.float32), a, axes=a.ndim - 1)
-    return scale * jnp.tensordot(inner, b, axes=1)
+    """What the adapter of one layer adds. `x`: [..., *in]."""
+    a, b = leaf["lora_A"].astype(x.dtype), (scale * leaf["lora_B"]).astype(x.dtype)
+    return jnp.tensordot(jnp.tensordot(x, a, axes=a.ndim - 1), b, axes=1)
 
 
 def delta(leaf: dict[str, Array], scale: float) -> Array:

@@ -7,7 +7,8 @@ LoRA.
     head [D, V]                              absent where it is tied
 
 A linear leaf is a dict: `weight` [n, *in, *out], or what `low_bit` says, and perhaps what `lora` says. `prepare` makes
-effective weights of low-bit ones; all that computes is given prepared parameters.
+effective weights of low-bit ones, `lower` puts them into the dtype that they are multiplied in; all that computes is
+given prepared parameters.
 
 With a `pipeline` axis each device has the layers of its stage. The parts of a batch go from stage to stage, each stage
 working on another part at a time: after `parts + stages - 1` turns all have passed.
@@ -23,10 +24,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from tinypod.config import Config
+from tinypod.kernels import attention
 from tinypod.models import layers, lora, low_bit
 from tinypod.models.lora import Lora
 from tinypod.models.low_bit import LowBit, Preset
@@ -44,6 +47,7 @@ LINEARS: dict[str, tuple[str, str, str]] = {
     "up": ("mlp", "D", "F"),
     "down": ("mlp", "F", "D"),
 }
+KEPT = "kept for the backward pass"  # what is not recomputed there, by name
 _AXES = {"D": "fsdp", "N": "tensor", "K": "tensor", "F": "tensor", "H": None}  # that split a dimension
 
 
@@ -61,7 +65,8 @@ class Qwen3Config(Config):
     tied: bool = True  # the head is the embedding
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # of the forward pass
     weight_dtype: Literal["float32", "bfloat16"] = "float32"  # of plain weights; bfloat16 only where they are frozen
-    remat: bool = False  # recompute each layer's activations in the backward pass
+    remat: bool = False  # recompute all of a layer in the backward pass; false: all but its products and attention
+    unroll: bool = False  # layers one after the other instead of a loop: longer to compile, nothing copied in and out
     low_bit: Preset | LowBit | None = None
     straight_through: bool = False  # train low-bit weights too, not their scales alone: the indices follow them
     lora: Lora | None = None
@@ -178,9 +183,19 @@ def prepare(config: Qwen3Config, params: Params, dtype: str | None = None) -> Pa
         weight = jax.vmap(lambda layer: weight_of(config, name, layer))(leaf).astype(dtype)
         return {"weight": weight} | {part: x for part, x in leaf.items() if part.startswith("lora_")}
 
+    return _map_linears(params, one)
+
+
+def lower(config: Qwen3Config, prepared: Params) -> Params:
+    """Weights of linear layers in the dtype of the forward pass: once a step, not once for each part and pass. With
+    FSDP, half is gathered."""
+    return _map_linears(prepared, lambda _, leaf: leaf | {"weight": leaf["weight"].astype(config.dtype)})
+
+
+def _map_linears(params: Params, change: Callable[[str, dict[str, Array]], dict[str, Array]]) -> Params:
     stacked = params["layers"]
     groups = {
-        group: {name: one(name, leaf) if name in LINEARS else leaf for name, leaf in stacked[group].items()}
+        group: {name: change(name, leaf) if name in LINEARS else leaf for name, leaf in stacked[group].items()}
         for group in ("attention", "mlp")
     }
     return params | {"layers": stacked | groups}
@@ -196,8 +211,8 @@ def linear(config: Qwen3Config, name: str, leaf: dict[str, Array], x: Array) -> 
     y = jnp.tensordot(x, leaf["weight"].astype(x.dtype), axes=len(LINEARS[name][1]))
     if "lora_A" in leaf:
         assert config.lora is not None
-        y = y + lora.apply(leaf, x, config.lora.scale).astype(y.dtype)
-    return y
+        y = y + lora.apply(leaf, x, config.lora.scale)
+    return checkpoint_name(y, KEPT)
 
 
 Rope = tuple[Array, Array]
@@ -236,7 +251,13 @@ def make_block(config: Qwen3Config, num_positions: int, placement: Placement) ->
         y_BTNH = layers.causal_attention(*before_attention(config, layer, x_BTD, rope), placement)
         return after_attention(config, layer, x_BTD, y_BTNH)
 
-    return jax.checkpoint(block) if config.remat else block
+    # Without a policy of its own, autodiff would keep float32 copies of all that norms, positions and gates put out:
+    # several times the memory, and more time than they take to compute.
+    return jax.checkpoint(block, policy=None if config.remat else _is_kept)
+
+
+def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
+    return primitive.name in attention.KEPT_PRIMITIVES or (primitive.name == "name" and params["name"] == KEPT)
 
 
 def apply(config: Qwen3Config, params: Params, tokens_BT: Array, placement: Placement = ANYWHERE) -> Array:
@@ -256,9 +277,20 @@ def _run_layers(config: Qwen3Config, stacked: Params, placement: Placement) -> C
 
     def run(x_BTD: Array) -> Array:
         block = make_block(config, x_BTD.shape[1], placement)
-        return jax.lax.scan(lambda x, layer: (block(x, layer), None), x_BTD, stacked)[0]
+        if not config.unroll:
+            return jax.lax.scan(lambda x, layer: (block(x, layer), None), x_BTD, stacked)[0]
+        for layer in unstack(stacked):
+            x_BTD = block(x_BTD, layer)
+        return x_BTD
 
     return run
+
+
+def unstack(stacked: Params) -> list[Params]:
+    """Layer by layer. By splitting, whose gradient is a concatenation: indexing's would be a sum of padded arrays."""
+    leaves, tree = jax.tree.flatten(stacked)
+    layers = zip(*([part[0] for part in jnp.split(leaf, len(leaf))] for leaf in leaves), strict=True)
+    return [jax.tree.unflatten(tree, layer) for layer in layers]
 
 
 def num_stages(config: Qwen3Config, params: Params) -> int:
@@ -289,11 +321,16 @@ def apply_in_stages(config: Qwen3Config, params: Params, tokens_MBT: Array, plac
     return layers.scaled_rms_norm(mine, params["norm"], config.norm_eps)
 
 
-def head(config: Qwen3Config, params: Params, placement: Placement = ANYWHERE) -> Callable[[Array], Array]:
-    """hidden [..., D] -> float32 logits [..., V]; the weights are made whole once."""
+def head_weight(config: Qwen3Config, params: Params, placement: Placement = ANYWHERE) -> Array:
+    """[D, V], made whole."""
     name = "embed" if config.tied else "head"
     weight = params[name] if placement.gather is None else placement.gather(name, params[name])
-    weight = (weight.T if config.tied else weight).astype(config.dtype)
+    return (weight.T if config.tied else weight).astype(config.dtype)
+
+
+def head(config: Qwen3Config, params: Params, placement: Placement = ANYWHERE) -> Callable[[Array], Array]:
+    """hidden [..., D] -> float32 logits [..., V]; the weights are made whole once."""
+    weight = head_weight(config, params, placement)
     return lambda hidden: jnp.matmul(hidden, weight, preferred_element_type=jnp.float32)
 
 

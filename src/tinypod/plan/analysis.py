@@ -104,7 +104,8 @@ def kept_for_backward(experiment: Experiment) -> int:
     state, settings, number, feed = experiment.abstract_inputs
     batch = jax.eval_shape(lambda *inputs: draw_batch(task, *inputs), settings, number, feed)
 
-    prepared, wanted = jax.eval_shape(task.prepare, state.params), differentiated(task, state.params)
+    prepared = jax.eval_shape(lambda params: task.lower(task.prepare(params)), state.params)
+    wanted = differentiated(task, state.params)
 
     def pullback(prepared: Any, carry: Any, batch: Any, varied: Any) -> Any:
         loss, arguments, _ = bind_loss(task, prepared, wanted, carry, batch, varied)

@@ -148,8 +148,8 @@ def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> 
     def sums_of(params: Any, batch: dict[str, Array], parts: int | None) -> dict[str, Array]:
         def of_rows(hidden: Array, rows: dict[str, Array]) -> dict[str, Array]:
             known, mask = split_batch(manifest, task, rows)
-            head = qwen3.head(model, params, placement)
-            sums = row_sums(hidden[:, :-1], head, known, mask, task.stretch, task.kd, task.temperature)
+            weight = qwen3.head_weight(model, params, placement)
+            sums = row_sums(hidden[:, :-1], weight, known, mask, task.stretch, task.kd, task.temperature)
             sums = split_anchors(sums, rows["anchor"]) if "anchor" in rows else sums
             counted = rows.get("count", jnp.ones(len(hidden)))
             return {name: jnp.sum(x * counted) for name, x in sums.items()} | {"count": jnp.sum(counted)}
@@ -164,7 +164,7 @@ def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> 
         return total, (carry, sums | {"loss": total, "weight": sums["tokens"]})
 
     def score(params: Any, batch: dict[str, Array]) -> dict[str, Array]:
-        return sums_of(qwen3.prepare(model, params), batch, None)
+        return sums_of(qwen3.lower(model, qwen3.prepare(model, params)), batch, None)
 
     def open_evaluation(split: str | None) -> Evaluation:
         if split == TEXT:
@@ -195,6 +195,7 @@ def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> 
     return Task(
         init_params=lambda key: qwen3.init(model, key),
         prepare=lambda params: qwen3.prepare(model, params),
+        lower=lambda prepared: qwen3.lower(model, prepared),
         init_carry=lambda params: {},
         draw=lambda feed, draw, varied: feed,
         begin=lambda params, carry, batch: carry,

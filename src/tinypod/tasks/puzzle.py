@@ -111,6 +111,7 @@ def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> 
     return Task(
         init_params=lambda key: trm.init(model, shape, key),
         prepare=lambda params: params,
+        lower=lambda prepared: prepared,
         init_carry=lambda params: fresh_carry(model, params, batch_size, info.seq_len),
         draw=draw,
         begin=lambda params, carry, batch: take_examples(model, params, carry, batch["example"]),

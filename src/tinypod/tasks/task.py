@@ -74,6 +74,7 @@ class Task:
 
     init_params: Callable[[Array], Tree]  # key -> nested dict
     prepare: Callable[[Tree], Tree]  # params -> prepared params
+    lower: Callable[[Tree], Tree]  # prepared params in the dtypes that they are computed in, otherwise the same
     init_carry: Callable[[Tree], Tree]  # params -> carry of a whole batch
     draw: Callable[[Tree, Draw, Tree], Tree]  # (feed, draw, varied) -> batch
     begin: Callable[[Tree, Tree, Tree], Tree]  # (params, carry, batch) -> carry
