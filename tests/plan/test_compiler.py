@@ -23,6 +23,7 @@ from tinypod.experiment import ExperimentConfig
 from tinypod.plan import compiler as tpu_compiler
 from tinypod.plan import slices
 from tinypod.plan.analysis import Analysis
+from tinypod.sharding import MeshConfig
 from tpu import needs_compiler
 
 SHORT = ("model.H_cycles=1", "model.L_cycles=1", "data.path=nowhere")
@@ -53,8 +54,12 @@ def compile_for(path: Path, target: str, *overrides: str) -> tuple[ExperimentCon
     return config, tpu_compiler.compile_for(config, slices.find_slice(target))
 
 
+def build_on_one_device(config: ExperimentConfig) -> experiment.Experiment:
+    return experiment.build(config.model_copy(update={"mesh": MeshConfig(devices=1)}), planned=True)
+
+
 def trained_bytes(config: ExperimentConfig) -> int:
-    built = experiment.build(config, planned=True)
+    built = build_on_one_device(config)
     trained = step.select_trained(built.task, built.abstract_state.params)
     return sum(4 * int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(trained))
 
@@ -85,7 +90,7 @@ def check_step(config: ExperimentConfig, found: Analysis, target: str) -> None:
     gradients = trained_bytes(config)
     assert gradients <= reduction.payload_bytes < 1.01 * gradients + 8192  # sums for metrics, rows of the puzzle table
     assert reduction.runs <= 2  # the gradients, and the count of rows of the puzzle table
-    built = experiment.build(config, jax.devices()[:1], planned=True)
+    built = build_on_one_device(config)
     changed = len(jax.tree.leaves(built.abstract_state)) - len(jax.tree.leaves(built.abstract_state.params["z_init"]))
     assert changed <= len(work.aliased)
     assert work.unwanted == ()
@@ -134,7 +139,7 @@ def compile_language_model(path: Path, target: str, *overrides: str) -> tuple[Ex
     work = found.work
     assert work is not None
     assert all("?" not in traffic.axes for traffic in work.exchanges()), work.collectives
-    built = experiment.build(config, jax.devices()[:1], planned=True)
+    built = build_on_one_device(config)
     frozen = len(jax.tree.leaves(built.abstract_state.params)) - len(
         jax.tree.leaves(step.select_trained(built.task, built.abstract_state.params))
     )
