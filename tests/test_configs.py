@@ -1,6 +1,7 @@
 """Every config that is shipped loads, and its step lowers to a program for one device and for eight."""
 
 import math
+import re
 from pathlib import Path
 
 import jax
@@ -9,6 +10,9 @@ import pytest
 from fixtures import CONFIGS
 from tinypod.config import load, read_tree
 from tinypod.experiment import ExperimentConfig, build
+from tinypod.tasks import KINDS
+
+DOCS = CONFIGS.parents[2] / "docs"
 
 SHIPPED = sorted(p for p in CONFIGS.rglob("*.yaml") if p.name != "base.yaml")
 
@@ -48,3 +52,11 @@ def test_the_paper_s_recipes_are_short_and_the_paper_s(name: str, tmp_path: Path
 
 def test_base_alone_is_not_a_config() -> None:
     assert "steps" not in read_tree(CONFIGS / "base.yaml")
+
+
+def test_the_docs_name_every_key() -> None:
+    """Of the config and its sections; those that have sections of their own are named with a dot or in their row."""
+    text = (DOCS / "configs.md").read_text()
+    sections = [ExperimentConfig, *(part for kind in KINDS.values() for part in (kind.task, kind.data, kind.model))]
+    named = {name for section in sections for name in section.model_fields} - {"kind", "schema_version"}
+    assert {name for name in named if not re.search(rf"`(\w+)?\.?{name}[`.]", text)} == set()

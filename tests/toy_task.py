@@ -124,6 +124,7 @@ def build(config: Any, text: bytes, placement: Any) -> Task:
     return Task(
         init_params=lambda key: init(model.width, key),
         prepare=lambda params: params,
+        lower=lambda prepared: prepared,
         init_carry=lambda params: {},
         draw=lambda feed, draw, varied: feed,
         begin=lambda params, carry, batch: carry,
