@@ -155,4 +155,4 @@ def build(config: Any, text: bytes, placement: Any) -> Task:
     )
 
 
-KIND = TaskKind(NextByte, Text, TwoLayers, open_text, build, changeable=())
+KIND = TaskKind(NextByte, Text, TwoLayers, open_text, build, changeable=(), varied=(), resident=False)

@@ -36,14 +36,18 @@ def load(path: str | Path, overrides: Sequence[str], schema: type[C]) -> C:
     tree = read_tree(locate(path))
     for text in overrides:
         tree = merge(tree, parse_override(text))
+    return validate(resolve(tree, str(path)), schema, str(path))
+
+
+def resolve(tree: dict[str, Any], where: str) -> Any:
+    """A tree whose `${a.b}` are replaced by what they name."""
     try:
-        tree = OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True)
+        return OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "config"
-        raise ConfigError(f"{path}:\n  {key}: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{where}:\n  {key}: {str(error).splitlines()[0]}") from None
     except RecursionError:
-        raise ConfigError(f"{path}: {TOO_DEEP}") from None
-    return validate(tree, schema, str(path))
+        raise ConfigError(f"{where}: {TOO_DEEP}") from None
 
 
 def locate(name: str | Path) -> Path:

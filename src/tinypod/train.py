@@ -10,7 +10,7 @@ the metrics) or that process 0 broadcasts (its clock). Only process 0 prints, an
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -317,7 +317,9 @@ def _log(
     return rollbacks.note(step - len(fetched), [bool(part["skipped"]) for part in fetched])
 
 
-def training_record(experiment: Experiment, parts: list[Mapping[str, np.ndarray]], seconds: float) -> dict[str, float]:
+def training_record(
+    experiment: Experiment, parts: Sequence[Mapping[str, np.ndarray]], seconds: float
+) -> dict[str, float]:
     """Metrics of the steps since the last record, from their sums; those that were skipped count for nothing."""
     sums = {name: sum(float(part[name]) for part in parts) for name in parts[0]}
     record = {"train/loss": float("nan")}

@@ -32,7 +32,7 @@ SLICES = {"demo": "v4-8", "sudoku_mlp": "v5e-8", "sudoku_attention": "v6e-4"}  #
 SHIPPED = [
     pytest.param(path, id=path.stem, marks=() if path.stem == "demo" else pytest.mark.slow)
     for path in sorted(CONFIGS.rglob("*.yaml"))
-    if path.name != "base.yaml" and path.parent.name != "distill"
+    if path.name != "base.yaml" and path.parent.name not in ("distill", "studies")
 ]
 LANGUAGE_MODELS = sorted(CONFIGS.glob("distill/*.yaml"))
 SMALL_LANGUAGE_MODEL = (

@@ -17,6 +17,8 @@ data_app = typer.Typer(no_args_is_help=True, help="Build, generate and import da
 weights_app = typer.Typer(no_args_is_help=True, help="PyTorch weights in and out.")
 runs_app = typer.Typer(no_args_is_help=True, help="Look at runs.")
 cache_app = typer.Typer(no_args_is_help=True, help="Blocks of text, and what a teacher says of them.")
+study_app = typer.Typer(no_args_is_help=True, help="Whole studies: many runs from one short file.")
+app.add_typer(study_app, name="study")
 app.add_typer(data_app, name="data")
 app.add_typer(cache_app, name="cache")
 app.add_typer(weights_app, name="weights")

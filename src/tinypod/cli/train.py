@@ -42,14 +42,20 @@ def train(
     Running the same command again resumes from the latest checkpoint. Ctrl-C (exit code 130) and SIGTERM (143)
     save one first. On a TPU pod, under Slurm and on GKE start this command on every host: the processes find each
     other. Elsewhere give each one `--coordinator`, `--num-processes` and `--process-id`. To rehearse a pod on this
-    machine: `--processes 4 --devices-per-process 2`.
+    machine: `--processes 4 --devices-per-process 2`. Several values for a key make a study of all of them (`tinypod
+    study`), in one program where they can be: `tinypod train demo seed=0,1,2 optimizer.learning_rate=1e-3,4e-3`.
 
     Example: `tinypod train demo steps=500 --run runs/short`
     """
     from tinypod import train as training
     from tinypod.cli import processes as own
     from tinypod.runs import profiling
+    from tinypod.study.file import split_lists
 
+    lists, rest = split_lists(overrides or [])
+    if lists:
+        _train_study(config, lists, rest, run)
+        return
     loaded, target = load_config(config, overrides), _target(config, run)
     steps = profiling.parse_range(profile) if profile is not None else None
     if processes is not None or supervise:
@@ -80,6 +86,14 @@ def train(
     cluster.shutdown(loaded.health.save_timeout_s)
     if outcome.stopped_by is not None:
         raise typer.Exit(128 + int(outcome.stopped_by))
+
+
+def _train_study(config: str, lists: dict[str, list[Any]], overrides: list[str], folder: str | None) -> None:
+    from tinypod.cli.study import run_and_show
+    from tinypod.study.file import study_of
+
+    study = study_of(config, lists, overrides)
+    run_and_show(study, Path(folder) if folder else Path("studies") / study.name, None)
 
 
 def _target(config: str, run: str | None) -> "Run":

@@ -351,4 +351,6 @@ KIND = TaskKind(
         r"task\.(kd_weight|top1_weight|label_weight|train\..*|anchor\.(weight|path))",
         r"data\.(text|window|stride)",
     ),
+    varied=(r"task\.(kd_weight|top1_weight|label_weight|train\..*|anchor\.weight)",),
+    resident=False,
 )

@@ -58,6 +58,7 @@ class PuzzleDataConfig(Config):
     path: str  # a dataset folder that `tinypod data` made; gs://… is fetched once into the user's cache folder
     train_split: str = "train"
     eval_split: str = "test"
+    train_rows: PositiveInt | None = None  # the first so many of the split, which is in random order; null: all
     augmentations: NonNegativeInt | Literal["endless"] = "endless"  # fixed views of a puzzle besides itself
     # What the dataset will be: `tinypod plan` goes by it where none is at `path`, or `path` is in a bucket.
     expected: Annotated[puzzles.ExpectedSudoku | puzzles.ExpectedPlain, Field(discriminator="kind")] | None = None
@@ -123,15 +124,15 @@ def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> 
         frozen=(r"z_init\..*",),
         tables=(TABLE,) if has_table else (),
         scaled=(),
-        abstract_feed=lambda mesh: abstract_arrays(opened, config.data.train_split, mesh),
-        open_feed=lambda mesh: ResidentFeed(mesh, device_arrays(puzzles.read_split(*opened, config.data.train_split))),
+        abstract_feed=lambda mesh: abstract_arrays(opened, config.data, mesh),
+        open_feed=lambda mesh: ResidentFeed(mesh, device_arrays(read_training(opened, config.data))),
         open_evaluation=open_evaluation,
         fingerprint={name: split.sha256 for name, split in info.splits.items()},
         summarise=summarise,
         headline=puzzle_scores.HEADLINE,
         unit="puzzles",
         description=f"{model.mixing.kind} mixing, {model.dtype}, puzzles of {info.seq_len} cells",
-        train_rows=puzzles.split_info(*opened, config.data.train_split).rows,
+        train_rows=count_training(opened, config.data),
         held_out_rows=held_out.rows if held_out else None,
         flops=flops,
     )
@@ -151,13 +152,34 @@ def make_sampler(data: PuzzleDataConfig, info: puzzles.DatasetInfo) -> Sampler:
     return Sampler(view, None if data.augmentations == "endless" else data.augmentations, grouped=info.grouped)
 
 
-def abstract_arrays(opened: Opened, name: str, mesh: Mesh | AbstractMesh) -> dict[str, jax.ShapeDtypeStruct]:
+def count_training(opened: Opened, data: PuzzleDataConfig) -> int:
+    rows = puzzles.split_info(*opened, data.train_split).rows
+    if data.train_rows is None:
+        return rows
+    if opened.info.grouped:
+        raise ConfigError(f"data.train_rows={data.train_rows}: the puzzles in {data.path} come in groups; leave it out")
+    if data.train_rows > rows:
+        raise ConfigError(f"data.train_rows={data.train_rows}: {data.path} has only {rows} to train on")
+    return data.train_rows
+
+
+def read_training(opened: Opened, data: PuzzleDataConfig) -> puzzles.Split:
+    split, rows = puzzles.read_split(*opened, data.train_split), count_training(opened, data)
+    if rows == len(split):
+        return split
+    parts = {name: getattr(split, name)[:rows] for name in ("inputs", "labels", "identifiers", "sources", "ratings")}
+    return puzzles.Split(**parts)
+
+
+def abstract_arrays(
+    opened: Opened, data: PuzzleDataConfig, mesh: Mesh | AbstractMesh
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of what the feed holds, of a dataset that may not be there; only the file knows how many groups it has."""
-    rows = puzzles.split_info(*opened, name).rows
+    rows = count_training(opened, data)
     cells: Any = ((rows, opened.info.seq_len), np.uint8)
     shapes = {"inputs": cells, "labels": cells, "identifiers": ((rows,), np.int32)}
     if opened.info.grouped:
-        arrays = device_arrays(puzzles.read_split(*opened, name))
+        arrays = device_arrays(puzzles.read_split(*opened, data.train_split))
         shapes = {key: (x.shape, x.dtype) for key, x in arrays.items()}
     return {key: jax.ShapeDtypeStruct(*value, sharding=replicated(mesh)) for key, value in shapes.items()}
 
@@ -169,6 +191,8 @@ KIND = TaskKind(
     open_data,
     build_task,
     changeable=(r"task\.(halting\.exploration|q_loss_weight)", r"data\.expected.*"),
+    varied=(r"task\.(halting\.exploration|q_loss_weight)",),
+    resident=True,
 )
 
 

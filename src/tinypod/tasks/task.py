@@ -118,6 +118,8 @@ class TaskKind(NamedTuple):
     open: Callable[[Any, bool, Console | None], Any]
     build: Callable[[Any, Any, Placement], Task]
     changeable: tuple[str, ...]  # patterns of config keys that later steps of a run may be trained with
+    varied: tuple[str, ...]  # of those that are in `Task.varied`: one program serves runs that differ in them
+    resident: bool  # the feed is the same for every run of a dataset: runs can be packed
 
 
 def root_key(seed: Array | int, purpose: Literal["weights", "batches", "views"]) -> Array:

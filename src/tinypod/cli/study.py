@@ -1,0 +1,101 @@
+"""`tinypod study`."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tinypod.cli import shared
+from tinypod.cli.shared import console, errors, study_app
+from tinypod.errors import UserError
+
+StudyFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a study.")]
+Pack = Annotated[int | None, typer.Option(min=1, help="Runs in one program at most; 1: one run after another.")]
+
+
+@study_app.command()
+def run(
+    study: Annotated[str, typer.Argument(metavar="STUDY", help="A study file, or the name of a shipped one.")],
+    overrides: shared.Overrides = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where its runs go; default: studies/ and the file's name.")
+    ] = None,
+    pack: Pack = None,
+) -> None:
+    """Train every run of a study, or go on where it was stopped.
+
+    Runs that differ only in what is an argument of the step (seed, rates, decays, betas, warm-up, EMA decay,
+    exploration) train together in one compiled program. Ctrl-C saves all of them; the same command goes on.
+
+    Example: `tinypod study run studies/learning_rate steps=200`
+    """
+    from tinypod.study.file import load_study
+
+    loaded = load_study(study, overrides or [])
+    run_and_show(loaded, folder or Path("studies") / loaded.name, pack)
+
+
+def run_and_show(study: object, folder: Path, pack: int | None) -> None:
+    from tinypod.study.run import run_study
+    from tinypod.study.status import table
+
+    ended = run_study(study, folder, console, most=pack)  # type: ignore[arg-type]
+    console.print(table(folder))
+    if ended.stopped_by is not None:
+        console.print(f"stopped by {ended.stopped_by.name}; run the same command again to go on", highlight=False)
+        raise typer.Exit(128 + int(ended.stopped_by))
+    if any(outcome.state == "failed" for outcome in ended.outcomes):
+        raise typer.Exit(1)
+
+
+@study_app.command()
+def status(
+    folder: StudyFolder,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it again every few seconds, until all have ended.")
+    ] = False,
+) -> None:
+    """How the runs of a study stand.
+
+    Example: `tinypod study status studies/learning_rate --watch`
+    """
+    from rich.live import Live
+
+    from tinypod.study.folder import ENDED
+    from tinypod.study.status import read_rows, table
+
+    if not watch:
+        console.print(table(folder))
+        return
+    with Live(table(folder), console=console, refresh_per_second=1) as live:
+        while any(row.outcome.state not in ENDED for row in read_rows(folder)[1]):
+            time.sleep(2)
+            live.update(table(folder))
+
+
+@study_app.command()
+def plan(
+    study: Annotated[str, typer.Argument(metavar="STUDY", help="A study file, or the name of a shipped one.")],
+    overrides: shared.Overrides = None,
+    slice_name: Annotated[str, typer.Option("--slice", help="A TPU slice, like `v4-64`.")] = "",
+    prices_file: Annotated[
+        Path | None, typer.Option("--prices", help="Your own table of prices, in YAML; default: the package's.")
+    ] = None,
+    grant: Annotated[bool, typer.Option("--grant", help="Chips are free (TPU Research Cloud).")] = False,
+) -> None:
+    """Runs, programs, hours and price of a study on a slice that nobody holds.
+
+    Example: `tinypod study plan studies/width --slice v4-64`
+    """
+    from tinypod.plan.prices import read_prices
+    from tinypod.plan.slices import find_slice
+    from tinypod.study.file import load_study
+    from tinypod.study.plan import plan_study, summary, table
+
+    if not slice_name:
+        raise UserError("say for which hardware: --slice v4-64")
+    loaded, target = load_study(study, overrides or []), find_slice(slice_name.strip().lower())
+    found = plan_study(loaded, target, read_prices(prices_file, grant=grant), errors)
+    console.print(table(found))
+    console.print(summary(found), highlight=False)
