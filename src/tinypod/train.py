@@ -10,7 +10,7 @@ the metrics) or that process 0 broadcasts (its clock). Only process 0 prints, an
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -42,6 +42,7 @@ from tinypod.runs.terminal import TrainingProgress, say, size, warn
 from tinypod.sharding import describe_mesh, num_batch_shards
 from tinypod.step import TrainState, evaluation_params
 
+Ends = Callable[[int, dict[str, float]], str | None]  # (step, scores) -> why the run ends there, or None
 QUEUED = 2  # steps that may wait on the device before the host does: more would delay signals and deadlines
 
 
@@ -55,6 +56,7 @@ class Outcome:
     best: tuple[int, float] | None = None
     evaluation: dict[str, float] = field(default_factory=dict)
     trained: bool = True
+    ended: str | None = None  # why it ended before its last step, if a rule said so
 
 
 class Attempt(NamedTuple):
@@ -77,8 +79,10 @@ def train(
     cluster: Cluster | None = None,
     from_step: int | None = None,
     profile: tuple[int, int] | None = None,
+    ends: Ends | None = None,
 ) -> Outcome:
-    """Train until `config.steps`, from the latest checkpoint in the run folder if there is one."""
+    """Train until `config.steps`, from the latest checkpoint in the run folder if there is one. `ends` is asked after
+    each evaluation, in process 0."""
     cluster = cluster or Cluster()
     config = with_absolute_paths(config)
     with ExitStack() as stack:
@@ -103,7 +107,8 @@ def train(
         )
         stop = stack.enter_context(stop_on_signals(cluster, lambda text: say(console, text)))
         try:
-            outcome = _train(Attempt(experiment, run, console, cluster, health, guard, stop), from_step, profile)
+            attempt = Attempt(experiment, run, console, cluster, health, guard, stop)
+            outcome = _train(attempt, from_step, profile, ends)
         except jax.errors.JaxRuntimeError as error:
             if is_out_of_memory(error):
                 raise _out_of_memory(error, experiment) from None
@@ -117,7 +122,7 @@ def train(
     return outcome
 
 
-def _train(attempt: Attempt, from_step: int | None, profile: tuple[int, int] | None) -> Outcome:
+def _train(attempt: Attempt, from_step: int | None, profile: tuple[int, int] | None, ends: Ends | None) -> Outcome:
     experiment, run, console, cluster, health, guard, stop = attempt
     config, task = experiment.config, experiment.task
 
@@ -159,7 +164,7 @@ def _train(attempt: Attempt, from_step: int | None, profile: tuple[int, int] | N
 
         if step == config.steps:  # a stop came during the last evaluation
             _evaluate(attempt, evaluator, state, outcome, log, progress)
-        while step < config.steps and not stop.requested():
+        while step < config.steps and not stop.requested() and outcome.ended is None:
             number = rollbacks.number(step)
             inputs = experiment.put(np.int32(number)), feed(number)
             profiler.before(step + 1)
@@ -188,6 +193,9 @@ def _train(attempt: Attempt, from_step: int | None, profile: tuple[int, int] | N
             _check_compiles(attempt, saver, log, state, step, rollbacks.in_a_row)
             with watch.pause():
                 improved = evaluating and _evaluate(attempt, evaluator, state, outcome, log, progress)
+                if evaluating and ends is not None and step < config.steps and not stop.requested():
+                    why = ends(step, outcome.evaluation) if cluster.is_primary else None
+                    outcome.ended = cluster.broadcast("ended", why, config.health.restore_timeout_s)
                 # Among steps that were not finite nothing is saved: a rollback needs what came before them.
                 if (saving or improved) and not rollbacks.in_a_row:
                     with health.phase("saving"):

@@ -76,6 +76,13 @@ def test_several_values_on_the_command_line_make_a_study() -> None:
         ),
         ({"factors": {"steps": []}}, "factors.steps"),
         ({"variants": {"a b": {}, "a_b": {}}}, "same name"),
+        ({"stop": {"at_target": True}}, "needs a target"),
+        ({"search": {"kind": "random", "trials": 2, "space": {"steps": {"low": 2, "high": 1}}}}, "must be below"),
+        ({"search": {"kind": "halving", "trials": 2, "space": {"steps": [1]}}}, "rung_steps"),
+        (
+            {"search": {"kind": "halving", "trials": 2, "space": {"seed": [1]}, "rung_steps": [150]}},
+            "no evaluation before the end",
+        ),
         ({"base": "dem"}, "did you mean the recipe `demo`?"),
     ],
 )
@@ -124,3 +131,22 @@ def test_what_asks_for_devices_of_its_own_is_trained_alone(tmp_path: Path) -> No
     [split] = load_study(write(tmp_path, set={"mesh.fsdp": 2})).runs
     [text] = load_study(write(tmp_path, base="distill/tiny")).runs
     assert [can_pack(run.config) for run in (plain, split, text)] == [True, False, False]
+
+
+def test_a_search_draws_the_same_trials_each_time(tmp_path: Path) -> None:
+    space = {
+        "optimizer.learning_rate": {"low": 1e-4, "high": 1e-2, "scale": "log"},
+        "optimizer.beta1": {"low": 0.8, "high": 0.95},
+        "model.hidden_size": [32, 64],
+    }
+    path = write(tmp_path, search={"kind": "random", "trials": 12, "space": space}, seeds=2)
+    study = load_study(path)
+    assert study == load_study(path)
+    assert [run.name for run in study.runs[:3]] == ["trial00,seed=0", "trial00,seed=1", "trial01,seed=0"]
+    configs = [run.config for run in study.runs[::2]]
+    assert len({config.optimizer.learning_rate for config in configs}) == 12
+    assert all(1e-4 <= config.optimizer.learning_rate <= 1e-2 for config in configs)
+    assert sum(config.optimizer.learning_rate < 1e-3 for config in configs) >= 2  # not drawn on a linear scale
+    assert all(0.8 <= config.optimizer.beta1 <= 0.95 for config in configs)
+    assert {config.model.hidden_size for config in configs} == {32, 64}
+    assert study.runs[0].levels.keys() == space.keys()

@@ -24,7 +24,6 @@ from tinypod.runs.checksums import flatten
 from tinypod.runs.folder import CHECKPOINTS, Run
 from tinypod.runs.metrics import MetricsLog
 from tinypod.runs.saver import open_checkpoints
-from tinypod.study import packed
 from tinypod.study.file import Study, load_study
 from tinypod.study.folder import read_outcome, run_of
 from tinypod.study.run import plan_packs, run_study
@@ -116,22 +115,30 @@ def test_a_run_that_diverges_is_marked_and_the_others_go_on(data: Path, tmp_path
     assert records(sound) == before
 
 
-def test_a_rule_ends_a_run_early(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tinypod.study import run as running
-
-    def with_rule(*arguments: Any, **options: Any) -> Any:
-        return packed.train_pack(
-            *arguments, **options, rule=lambda run, step, scores: "enough" if run.seed == 0 and step == 5 else None
-        )
-
-    monkeypatch.setattr(running, "train_pack", with_rule)
-    study = load_study(write(tmp_path, data, seeds=2))
-    ended = run_study(study, tmp_path / "s", quiet(), devices=jax.devices()[:1])
-    assert [(one.state, one.reason, one.step) for one in ended.outcomes] == [
-        ("stopped_early", "enough", 5),
-        ("done", None, 10),
-    ]
-    assert (run_of(tmp_path / "s", study.runs[0].name).folder / CHECKPOINTS / "5").is_dir()
+@pytest.mark.parametrize("most", [None, 1], ids=["packed", "alone"])
+def test_rules_end_runs_early_and_the_others_are_packed_anew(data: Path, tmp_path: Path, most: int | None) -> None:
+    """Of four trials two go on after step 4, and one after step 8."""
+    search = {"kind": "halving", "trials": 4, "rung_steps": [4, 8], "keep": 0.5}
+    search |= {"space": {"optimizer.learning_rate": {"low": 1e-4, "high": 1e-2, "scale": "log"}}}
+    path = write(tmp_path, data, set={"eval.every_steps": 4}, metric="eval/cell_accuracy", search=search)
+    study = load_study(path)
+    rates = [run.config.optimizer.learning_rate for run in study.runs]
+    assert len(set(rates)) == 4
+    assert all(1e-4 <= rate <= 1e-2 for rate in rates)
+    ended = run_study(study, tmp_path / "s", quiet(), most=most, devices=jax.devices()[:1])
+    states = sorted((one.step, one.state) for one in ended.outcomes)
+    if most is None:
+        assert states == [(4, "stopped_early"), (4, "stopped_early"), (8, "stopped_early"), (10, "done")]
+    scores = {
+        run.name: {r["step"]: r["eval/cell_accuracy"] for r in records(run_of(tmp_path / "s", run.name)) if len(r) > 3}
+        for run in study.runs
+    }
+    for run, outcome in zip(study.runs, ended.outcomes, strict=True):
+        if outcome.state == "stopped_early":
+            assert "not among the best" in str(outcome.reason)
+            peers = [past[outcome.step] for past in scores.values() if outcome.step in past]
+            assert scores[run.name][outcome.step] < max(peers)
+            assert (run_of(tmp_path / "s", run.name).folder / CHECKPOINTS / str(outcome.step)).is_dir()
 
 
 def test_a_run_that_fails_does_not_stop_the_others(data: Path, tmp_path: Path) -> None:

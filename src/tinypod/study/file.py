@@ -7,15 +7,19 @@
     variants: {plain: {}, no EMA: {ema_decay: null, eval.weights: live}}   # named ones
     seeds: 3                               # or a list
     target: 0.5                            # of the metric, for the time to it
+    stop: {at_target: true, no_progress: 5, below_median_from: 100}        # runs that end early
+    search: {kind: random, trials: 16, space: {optimizer.learning_rate: {low: 1e-4, high: 1e-2, scale: log}}}
 
-All three kinds multiply. Keys may be dotted; a mapping whose `kind` differs replaces the one that was there.
+All of these multiply. Keys may be dotted; a mapping whose `kind` differs replaces the one that was there.
 """
 
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from random import Random
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
@@ -29,6 +33,67 @@ Changes = Annotated[dict[str, Any], Field(default_factory=dict)]  # by dotted ke
 MOST_RUNS = 10_000  # more are a slip of the pen
 
 
+class Stop(Config):
+    """Rules by which a run ends before its last step; asked after each evaluation."""
+
+    at_target: bool = False  # the study's target is reached
+    no_progress: PositiveInt | None = None  # so many evaluations in a row without a better value
+    below_median_from: PositiveInt | None = None  # from this step on: worse than the median of the runs at its step
+
+
+class Span(Config):
+    low: float
+    high: float
+    scale: Literal["linear", "log"] = "linear"
+
+    @model_validator(mode="after")
+    def _is_a_span(self) -> "Span":
+        if not self.low < self.high:
+            raise ValueError(f"low={self.low} must be below high={self.high}")
+        if self.scale == "log" and self.low <= 0:
+            raise ValueError(f"low={self.low}: a log scale needs numbers above 0")
+        return self
+
+    def draw(self, random: Random) -> float:
+        if self.scale == "log":
+            drawn = math.exp(random.uniform(math.log(self.low), math.log(self.high)))
+        else:
+            drawn = random.uniform(self.low, self.high)
+        return float(f"{drawn:.4g}")  # as it can be written down
+
+
+class Search(Config):
+    """Trials drawn at random from a space; `halving` ends all but a share of them at each rung."""
+
+    kind: Literal["random", "halving"]
+    trials: PositiveInt
+    space: Annotated[dict[str, Levels | Span], Field(min_length=1)]  # lists: one of these
+    seed: NonNegativeInt = 0  # of the draws
+    rung_steps: list[PositiveInt] = Field(default_factory=list)
+    keep: Annotated[float, Field(gt=0, lt=1)] = 1 / 3  # of the trials at each rung
+
+    @model_validator(mode="after")
+    def _has_rungs(self) -> "Search":
+        if (self.kind == "halving") != bool(self.rung_steps):
+            raise ValueError("rung_steps: the steps at which `kind: halving` chooses, and for that alone")
+        return self
+
+    @property
+    def rungs(self) -> dict[int, float]:
+        return dict.fromkeys(self.rung_steps, self.keep)
+
+    def draw(self) -> list[tuple[str, dict[str, Any]]]:
+        random = Random(self.seed)
+        digits = len(str(self.trials - 1))
+        return [
+            (
+                f"trial{number:0{digits}}",
+                {k: d.draw(random) if isinstance(d, Span) else random.choice(d) for k, d in self.space.items()},
+            )
+            for number in range(self.trials)
+        ]
+
+
 class StudyFile(Config):
     base: str
     set: Changes
@@ -38,6 +103,8 @@ class StudyFile(Config):
     seeds: PositiveInt | Annotated[list[NonNegativeInt], Field(min_length=1)] = 1
     metric: str | None = None  # like eval/exact_accuracy; null: the first that the task reports
     target: float | None = None
+    stop: Stop | None = None
+    search: Search | None = None
 
     @field_validator("variants", mode="before")
     @classmethod
@@ -53,6 +120,8 @@ class StudyFile(Config):
             raise ValueError(f"{', '.join(sorted(both))}: either a factor or zipped, not both")
         if "seed" in {*self.factors, *self.zip, *self.set}:
             raise ValueError("seed: the seeds of a study are its `seeds`")
+        if self.stop is not None and self.stop.at_target and self.target is None:
+            raise ValueError("stop.at_target needs a target")
         if isinstance(self.seeds, list) and len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds: {self.seeds} has one of them twice")
         return self
@@ -125,6 +194,7 @@ def expand(name: str, file: StudyFile, overrides: Sequence[str], where: str) -> 
             run = f"{variant},seed={seed}" if variant else f"seed={seed}"
             at = f"{where}, run {run}"
             config = configs.validate(configs.resolve(tree | {"seed": seed}, at), ExperimentConfig, at)
+            _check_rungs(file, config, at)
             runs.append(StudyRun(_as_file_name(run), variant or "all", levels, seed, config))
             if len(runs) > MOST_RUNS:
                 raise ConfigError(f"{where}: more than {MOST_RUNS:,} runs")
@@ -133,18 +203,30 @@ def expand(name: str, file: StudyFile, overrides: Sequence[str], where: str) -> 
     return Study(name, file, runs)
 
 
+def _check_rungs(file: StudyFile, config: ExperimentConfig, where: str) -> None:
+    every = config.eval.every_steps
+    for rung in file.search.rung_steps if file.search is not None else []:
+        if rung >= config.steps or every is None or rung % every:
+            raise ConfigError(
+                f"{where}: search.rung_steps: at {rung} there is no evaluation before the end "
+                f"(eval.every_steps={every}, steps={config.steps})"
+            )
+
+
 def _variants(file: StudyFile) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
     """(name, changes, levels of the factors) of each."""
     grid = [dict(zip(file.factors, values, strict=True)) for values in itertools.product(*file.factors.values())]
     together = [dict(zip(file.zip, values, strict=True)) for values in zip(*file.zip.values(), strict=True)]
     short = _short_names([*file.factors, *file.zip])
+    drawn = file.search.draw() if file.search is not None else [("", {})]
     found = []
-    for (named, changes), zipped, point in itertools.product(
-        file.variants.items() or [("", {})], together or [{}], grid
+    for (named, changes), (trial, values), zipped, point in itertools.product(
+        file.variants.items() or [("", {})], drawn, together or [{}], grid
     ):
         levels = zipped | point
-        parts = [named] * bool(named) + [f"{short[key]}={_written(value)}" for key, value in levels.items()]
-        found.append((",".join(parts), changes | levels, levels))
+        parts = [name for name in (named, trial) if name]
+        parts += [f"{short[key]}={_written(value)}" for key, value in levels.items()]
+        found.append((",".join(parts), changes | values | levels, values | levels))
     return found
 
 

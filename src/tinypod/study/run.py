@@ -2,6 +2,7 @@
 was running resumes. A run that fails is marked with its reason, and the others go on."""
 
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from tinypod.study.file import Study, StudyRun
 from tinypod.study.folder import ENDED, Outcome, read_outcome, read_study, run_of, write_outcome, write_study
 from tinypod.study.packed import train_pack
 from tinypod.study.packing import can_pack, pack, shape_of
+from tinypod.study.rules import Rules
 
 
 class Ended(NamedTuple):
@@ -37,23 +39,25 @@ def run_study(
     devices = list(sharding.all_devices() if devices is None else devices)
     write_study(study, folder)
     with lock(Run(folder)):
-        left = [run for run in study.runs if read_outcome(run_of(folder, run.name)).state not in ENDED]
-        packs = plan_packs(left, folder, len(devices), most)
-        say(console, describe(study, left, packs, folder))
         cost = {run["name"]: run["flops_per_step"] for run in read_study(folder)["runs"]}
-        waiting = sorted(packs, key=lambda runs: sum(cost[run.name] * run.config.steps for run in runs))
-        stopped_by = None
-        while waiting and stopped_by is None:
-            runs = waiting.pop(0)
+        rules, stopped_by, told = Rules(study, folder), None, False
+        while stopped_by is None:
+            left = [run for run in study.runs if read_outcome(run_of(folder, run.name)).state not in ENDED]
+            packs = plan_packs(left, folder, len(devices), most)
+            if not told:
+                say(console, describe(study, left, packs, folder))
+                told = True
+            if not packs:
+                break
+            runs = min(packs, key=lambda runs: sum(cost[run.name] * run.config.steps for run in runs))
             try:
-                stopped_by = _train(runs, folder, console, devices)
+                stopped_by = _train(runs, folder, console, devices, rules)
             except DeviceMemoryError as error:
                 if len(runs) == 1:
                     _failed(runs, folder, console, error)
                     continue
-                warn(console, f"{len(runs)} runs at once do not fit the device; half of them do next")
-                half = len(runs) // 2
-                waiting = [runs[:half], runs[half:], *waiting]
+                most = len(runs) // 2
+                warn(console, f"{len(runs)} runs at once do not fit the device; from now on {most}")
             except (StorageError, DeadlineError):  # not of these runs alone
                 raise
             except UserError as error:
@@ -88,12 +92,14 @@ def describe(study: Study, left: Sequence[StudyRun], packs: Sequence[Sequence[St
     return text + (f"; {len(packs)} programs, of {sizes} runs" if packs else "; nothing left to do")
 
 
-def _train(runs: list[StudyRun], folder: Path, console: Console, devices: Sequence[Any]) -> signal.Signals | None:
+def _train(
+    runs: list[StudyRun], folder: Path, console: Console, devices: Sequence[Any], rules: Rules
+) -> signal.Signals | None:
     """What stopped it, if something did."""
     places = [run_of(folder, run.name) for run in runs]
     config: ExperimentConfig = runs[0].config
     if len(runs) == 1:
-        return _train_alone(runs[0], places[0], console)
+        return _train_alone(runs[0], places[0], console, rules)
     compile_cache.enable(config.compile_cache)
     ledger = Ledger(folder, 1)
     with (
@@ -101,16 +107,23 @@ def _train(runs: list[StudyRun], folder: Path, console: Console, devices: Sequen
         stop_on_signals(Cluster(), lambda text: say(console, text)) as stop,
     ):
         health.begin(0)
-        train_pack(runs, places, console, health, stop, devices=devices)
+        train_pack(runs, places, console, health, stop, rule=rules, devices=devices)
         return stop.by
 
 
-def _train_alone(run: StudyRun, place: Run, console: Console) -> signal.Signals | None:
-    before = read_outcome(place)
+def _train_alone(run: StudyRun, place: Run, console: Console, rules: Rules) -> signal.Signals | None:
+    """With all devices, as `tinypod train` would."""
+    before, began = read_outcome(place), time.monotonic()
     write_outcome(place, before._replace(state="running"))
-    outcome = training.train(run.config, place, console)
-    ended = before._replace(state="done" if outcome.stopped_by is None else "waiting", step=outcome.step)
-    write_outcome(place, ended)
+    outcome = training.train(
+        run.config, place, console, ends=lambda step, scores: rules(step, {run.name: scores}).get(run.name)
+    )
+    seconds = before.seconds + time.monotonic() - began
+    ended = before._replace(step=outcome.step, seconds=seconds, reason=outcome.ended)
+    if outcome.stopped_by is not None:
+        write_outcome(place, ended._replace(state="waiting"))
+    else:
+        write_outcome(place, ended._replace(state="done" if outcome.ended is None else "stopped_early"))
     return outcome.stopped_by
 
 
