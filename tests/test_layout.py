@@ -23,6 +23,7 @@ LAYERS = [
     {"runs", "health", "cluster"},
     {"train", "weights"},
     {"check", "plan", "solve", "generate", "cache"},
+    {"study"},
     {"cli"},
 ]
 MODULES = sorted(PACKAGE.rglob("*.py"))

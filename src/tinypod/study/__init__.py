@@ -1,0 +1,1 @@
+"""`tinypod study`: whole studies."""

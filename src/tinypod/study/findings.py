@@ -1,0 +1,89 @@
+"""What a study says in short, as sentences: which variant is best, what the seeds can tell, what to beware of."""
+
+from tinypod.study import numbers
+from tinypod.study.analysis import Analysis, short
+from tinypod.study.tables import why_no_batch
+
+
+def sentences(analysis: Analysis) -> list[str]:
+    """What the study says, in short."""
+    found = [_runs_sentence(analysis), *_best_sentences(analysis), *_comparison_sentences(analysis)]
+    found += [
+        f"{_capital(analysis.scaled)} goes as {short(scaling.size)} to the power "
+        + numbers.between(scaling.fit.exponent)
+        + (f" for {scaling.group}" if scaling.group else "")
+        + ("; it bends away from a power law." if scaling.fit.bends else ".")
+        for scaling in analysis.scalings
+        if scaling.fit is not None
+    ]
+    for batch in analysis.batch_scalings:
+        where = f" for {batch.group}" if batch.group else ""
+        if batch.fit is not None and batch.fit.determined:
+            found.append(f"Critical batch size{where}: {numbers.between(batch.fit.batch_crit, 'steps')}.")
+        else:
+            found.append(f"The critical batch size{where} cannot be told: {why_no_batch(batch)}.")
+    return found + _warning_sentences(analysis)
+
+
+def _runs_sentence(analysis: Analysis) -> str:
+    counted, total = sum(run.counts for run in analysis.runs), len(analysis.runs)
+    variants = len(analysis.variants)
+    per = sorted({len(variant.counted) for variant in analysis.variants})
+    seeds = f"{per[0]}" if len(per) == 1 else f"{per[0]} to {per[-1]}"
+    plural = "" if variants == 1 else "s"
+    return f"{_runs(total)} of {variants} variant{plural}; {counted} count in the means, {seeds} a variant."
+
+
+def _best_sentences(analysis: Analysis) -> list[str]:
+    ranked, show = analysis.ranked, analysis.numbers
+    if not ranked:
+        return [f"No run has a finite {analysis.file.metric} yet that could count."]
+    best = ranked[0]
+    word = "Highest" if analysis.file.direction == "max" else "Lowest"
+    text = f"{word} mean {analysis.file.metric_label}: {best.name} with {show.spread(best.final)}."
+    if analysis.top is None:
+        return [text]
+    top = analysis.top
+    runner_up = f"The next is {top.first.name} with {show.spread(top.first.final)}"
+    if top.final is None:
+        return [text, f"{runner_up}; whether they differ: {top.verdict}."]
+    told = "these seeds tell the two apart" if top.tells_apart else "these seeds do not tell the two apart"
+    difference = f"difference {show.change(top.final.difference)}, 95 % interval {show.interval(top.final)}"
+    return [text, f"{runner_up}; {told} ({difference})."]
+
+
+def _comparison_sentences(analysis: Analysis) -> list[str]:
+    comparisons, first = analysis.comparisons, analysis.variants[0].name
+    if not comparisons:
+        return ["One variant alone: there is nothing to compare it with."]
+    better = [c.variant.name for c in comparisons if c.verdict == "better"]
+    worse = [c.variant.name for c in comparisons if c.verdict == "worse"]
+    rest = len(comparisons) - len(better) - len(worse)
+    parts = [
+        f"{len(names)} {word} ({', '.join(names)})" for names, word in ((better, "better"), (worse, "worse")) if names
+    ]
+    if rest:
+        parts.append(f"{rest} not told apart with these seeds")
+    return [f"Against {first}, of {len(comparisons)}: {'; '.join(parts)}."]
+
+
+def _warning_sentences(analysis: Analysis) -> list[str]:
+    found = []
+    if few := [variant.name for variant in analysis.variants if len(variant.counted) < 2]:
+        names = "every variant" if len(few) == len(analysis.variants) else ", ".join(few)
+        found.append(f"Too few seeds: fewer than 2 runs count for {names}, so there is no interval to judge by.")
+    if left_out := [run.entry.name for run in analysis.runs if run.ended and not run.counts]:
+        found.append(f"{_runs(len(left_out))} ended and left out of the means: {', '.join(left_out)}.")
+    if early := sum(run.outcome.state == "stopped_early" for run in analysis.runs):
+        found.append(f"{_runs(early)} stopped early by rule, in the means with the last evaluation before the stop.")
+    if unfinished := sum(not run.ended for run in analysis.runs):
+        found.append(f"{_runs(unfinished)} not ended yet: the study goes on, and its answers may change.")
+    return found
+
+
+def _runs(count: int) -> str:
+    return f"{count:,} run{'' if count == 1 else 's'}"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
