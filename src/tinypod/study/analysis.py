@@ -66,6 +66,11 @@ class Comparison:
     def tells_apart(self) -> bool:
         return self.final is not None and self.final.tells_apart
 
+    @property
+    def holds(self) -> bool:
+        """Told apart, also with every comparison of the study allowed for."""
+        return self.tells_apart and (self.adjusted_p is None or self.adjusted_p < _SIGNIFICANT)
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -94,6 +99,7 @@ class BatchScaling:
     batches: list[float]
     steps: list[float]
     num_never: int  # runs that did not reach the target, at any batch size
+    num_at_first: int  # runs that had reached it by their first evaluation: their steps are upper bounds
     fit: CriticalBatch | None
 
 
@@ -141,7 +147,7 @@ def analyse(study: Study) -> Analysis:
         batch_scalings=_batch_scalings(study),
     )
     ranked = analysis.ranked
-    top = _comparison(ranked[1], ranked[0], file, None, 1) if len(ranked) > 1 else None
+    top = _top(ranked[0], ranked[1], analysis) if len(ranked) > 1 else None
     scalings = _scalings(study, uses_error=analysis.uses_error)
     return Analysis(**(vars(analysis) | {"top": top, "scalings": scalings}))
 
@@ -189,6 +195,14 @@ def _compare(variants: list[Variant], file: StudyFile) -> list[Comparison]:
     ]
 
 
+def _top(best: Variant, following: Variant, analysis: Analysis) -> Comparison:
+    """With the p-value that the table of differences has, where this pair stands there."""
+    pair = {best.name, following.name}
+    same = [c for c in analysis.comparisons if {c.first.name, c.variant.name} == pair]
+    adjusted_p = same[0].adjusted_p if same else None
+    return _comparison(following, best, analysis.file, adjusted_p, len(analysis.comparisons))
+
+
 def _comparison(
     first: Variant, variant: Variant, file: StudyFile, adjusted_p: float | None, num_comparisons: int
 ) -> Comparison:
@@ -218,7 +232,7 @@ def _verdict(
         return f"too few seeds to tell: a difference of this size takes {how_many} of each"
     better = (found.difference > 0) == (file.direction == "max")
     verdict = "better" if better else "worse"
-    if adjusted_p is not None and adjusted_p >= _SIGNIFICANT:
+    if adjusted_p is not None and adjusted_p >= _SIGNIFICANT:  # as in Comparison.holds
         return f"{verdict} by itself, not once {num_comparisons} comparisons are allowed for (Holm)"
     return verdict
 
@@ -231,7 +245,7 @@ def _costs(variants: list[Variant], file: StudyFile) -> list[Cost]:
     costs = []
     for name, attribute in (("weights", "num_weights"), ("compute", "flops"), ("time", "seconds")):
         points = [(v, getattr(v, attribute)) for v in variants if v.final is not None and getattr(v, attribute)]
-        if points:
+        if len({cost for _, cost in points}) > 1:  # of equal costs there is nothing to trade
             values = [_mean(variant) for variant, _ in points]
             costs.append(Cost(name, points, fits.pareto_front([cost for _, cost in points], values, file.direction)))
     return costs
@@ -274,11 +288,13 @@ def _batch_scalings(study: Study) -> list[BatchScaling]:
         return []
     scalings = []
     for group, runs in _groups(study, "batch_size").items():
-        found = [(run.entry.levels["batch_size"], run.step_reaching(target)) for run in runs if run.ended]
-        reached = [(float(batch), step) for batch, step in found if step]
-        batches, steps = [batch for batch, _ in reached], [step for _, step in reached]
+        found = [(run, run.step_reaching(target)) for run in runs if run.ended]
+        reached = [(run, step) for run, step in found if step]  # not at step 0 either: it has no logarithm
+        batches = [float(run.entry.levels["batch_size"]) for run, _ in reached]
+        steps = [step for _, step in reached]
+        at_first = sum(step == run.metric.steps[0] for run, step in reached)
         fit = fits.fit_critical_batch(batches, steps)
-        scalings.append(BatchScaling(group, batches, steps, len(found) - len(reached), fit))
+        scalings.append(BatchScaling(group, batches, steps, len(found) - len(reached), at_first, fit))
     return scalings
 
 

@@ -16,7 +16,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.transforms import Bbox
 
 from tinypod.runs.curves import smooth
 from tinypod.study import numbers
@@ -27,7 +29,7 @@ INK, GRID, AXIS, QUIET = "#3a3f45", "#e4e7eb", "#b8bec6", "#a3a9b1"
 SERIES = ("#2a78b5", "#d1495b", "#2e8b57", "#c77d0a", "#7b5ea7", "#178f9c", "#a0522d", "#5f6b7a")
 _SHOWN = len(SERIES)  # variants in colour; of more, the first and the best
 _GRID_POINTS = 300  # of a curve that is drawn
-_WIDTH, _HEIGHT = 5.4, 3.6
+_WIDTH, _HEIGHT = 4.9, 3.4
 _TEXT: dict[str, Any] = {"fontsize": 9, "color": INK}
 
 
@@ -48,8 +50,7 @@ class Plot:
     def svg(self) -> str:
         """To stand inside a page: colours as CSS variables, ids that no other figure has."""
         buffer = io.StringIO()
-        settings = {"svg.fonttype": "none", "svg.hashsalt": self.name, "font.family": "sans-serif"}
-        with matplotlib.rc_context(settings):
+        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": self.name, "font.family": "sans-serif"}):
             no_metadata = {"Creator": None, "Date": None, "Format": None, "Type": None}
             self.figure.savefig(buffer, format="svg", facecolor="none", metadata=no_metadata)
         text = buffer.getvalue()
@@ -139,9 +140,7 @@ def plot_grid(analysis: Analysis) -> Plot | None:
     for (i, j), mean in np.ndenumerate(means):
         share = (mean - low) / (high - low) if high > low else 0.5
         if np.isfinite(mean):
-            axes.add_patch(
-                matplotlib.patches.Rectangle((j - 0.48, i - 0.46), 0.96, 0.92, color=colormap(0.15 + 0.7 * share))
-            )
+            axes.add_patch(Rectangle((j - 0.48, i - 0.46), 0.96, 0.92, color=colormap(0.15 + 0.7 * share)))
             dark = share > 0.55 if analysis.file.direction == "max" else share < 0.45
             axes.text(
                 j,
@@ -225,32 +224,22 @@ def plot_cost(analysis: Analysis, cost: Cost) -> Plot:
         final = variant.final
         assert final is not None
         color = SERIES[1] if on else SERIES[0]
-        fill = {"mfc": color} if on else {"mfc": "none"}
+        fill = color if on else "none"
         axes.errorbar(
-            value, final.mean, yerr=final.sd, fmt="o", color=color, **fill, ms=5.5, capsize=2.5, linewidth=1.2
+            value, final.mean, yerr=final.sd, fmt="o", color=color, mfc=fill, ms=5.5, capsize=2.5, linewidth=1.2
         )
         rows.append([variant.name, value, final.mean, final.sd, on])
-    costs = [value for _, value in cost.points]
-    for variant, value in _labelled(cost):
-        assert variant.final is not None
-        right = np.log(value / min(costs)) > 0.6 * np.log(max(costs) / min(costs)) if max(costs) > min(costs) else False
-        offset, align = ((-6, 6), "right") if right else ((6, 6), "left")
-        axes.annotate(
-            _cut(variant.name, 26),
-            (value, variant.final.mean),
-            offset,
-            textcoords="offset points",
-            ha=align,
-            fontsize=7.5,
-            color=INK,
-        )
     _metric_axis(analysis, axes, "y")
-    units = {"weights": "", "compute": "FLOP", "time": "s"}
-    show = numbers.seconds if cost.name == "time" else lambda value: numbers.quantity(value, units[cost.name])
     axes.margins(x=0.12, y=0.14)
-    _size_axis(axes, costs, show)
+    units = {
+        "weights": numbers.count,
+        "compute": lambda value: numbers.quantity(value, "FLOP"),
+        "time": numbers.seconds,
+    }
+    _size_axis(axes, [value for _, value in cost.points], units[cost.name])
     names = {"weights": "weights", "compute": "compute of the run", "time": "training time of the run"}
     axes.set_xlabel(names[cost.name], **_TEXT)
+    _label_points(axes, cost)
     title = f"{_capital(analysis.file.metric_label)} against {cost.name}"
     caption = "Filled, and joined by the line: the Pareto front, which no other variant beats. Bars: ± 1 sd over seeds."
     columns = ["variant", {"weights": "weights", "compute": "flops", "time": "seconds"}[cost.name]]
@@ -276,8 +265,8 @@ def plot_scaling(analysis: Analysis, scaling: Scaling, number: int) -> Plot | No
             caption += " The sizes leave the line by more than seeds explain."
         # A wide interval must not push the runs into a corner.
         axes.set_ylim(min(scaling.values) / 2, max(scaling.values) * 2)
-    _log_axis(axes, "y", numbers.significant)
-    _size_axis(axes, scaling.sizes, numbers.quantity)
+    _log_axis(axes, "y")
+    _size_axis(axes, scaling.sizes, numbers.count)
     axes.set_xlabel(short(scaling.size), **_TEXT)
     axes.set_ylabel(analysis.scaled, **_TEXT)
     _legend(axes)
@@ -306,8 +295,8 @@ def plot_batch(scaling: BatchScaling, number: int) -> Plot | None:
             caption += " B_crit cannot be told from these batch sizes."
     if scaling.num_never:
         caption += f" {scaling.num_never} runs never reached it and are not drawn."
-    _log_axis(axes, "y", numbers.quantity)
-    _size_axis(axes, scaling.batches, numbers.quantity)
+    _log_axis(axes, "y", numbers.count)
+    _size_axis(axes, scaling.batches, numbers.count)
     axes.set_xlabel("batch size", **_TEXT)
     axes.set_ylabel("steps to the target", **_TEXT)
     _legend(axes)
@@ -353,11 +342,36 @@ def _colors(analysis: Analysis) -> dict[str, str]:
     return {name: QUIET for name in names} | dict(zip(in_order, SERIES, strict=False))
 
 
-def _labelled(cost: Cost) -> list[tuple[Variant, float]]:
-    """Every point of a few; of many, the front alone."""
-    if len(cost.points) <= 6:
-        return cost.points
-    return [point for point, on in zip(cost.points, cost.on_front, strict=True) if on]
+def _point_name(variant: Variant) -> str:
+    """Of several factors the levels alone: names of keys would leave no room."""
+    plain = [str(level) for level in variant.levels.values() if not isinstance(level, dict | list)]
+    return ", ".join(plain) if len(plain) > 1 and len(plain) == len(variant.levels) else variant.name
+
+
+def _label_points(axes: Axes, cost: Cost) -> None:
+    """Names beside the points, the front's first; one that would touch another is left out."""
+    figure = _figure(axes)
+    taken: list[Bbox] = []
+    figure.draw_without_rendering()  # the layout is known after it
+    points = sorted(zip(cost.points, cost.on_front, strict=True), key=lambda point: not point[1])
+    for (variant, value), _ in points:
+        assert variant.final is not None
+        at = axes.transAxes.inverted().transform(axes.transData.transform((value, variant.final.mean)))
+        offset, align = ((-6, 6), "right") if at[0] > 0.5 else ((6, -11), "left")  # clear of the front's steps
+        text = axes.annotate(
+            _cut(_point_name(variant), 30),
+            (value, variant.final.mean),
+            offset,
+            textcoords="offset points",
+            ha=align,
+            fontsize=8,
+            color=INK,
+        )
+        box = text.get_window_extent()
+        if any(box.overlaps(other) for other in taken):
+            text.remove()
+        else:
+            taken.append(box)
 
 
 def _axes(height: float = _HEIGHT) -> Axes:
@@ -384,7 +398,7 @@ def _legend(axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if not handles:
         return
-    columns = max(1, min(3, 60 // (6 + max(map(len, labels)))))
+    columns = max(1, min(3, 56 // (6 + max(map(len, labels)))))
     figure = _figure(axes)
     width, height = figure.get_size_inches()
     figure.set_size_inches(width, height + 0.2 * (-(-len(labels) // columns) - 1))
@@ -401,11 +415,11 @@ def _metric_axis(analysis: Analysis, axes: Axes, which: str) -> None:
         digits = 0 if high - low > 0.04 else 2
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.{digits}%}"))
     else:
-        axis.set_major_formatter(FuncFormatter(lambda value, _: numbers.significant(value)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: numbers.tick(value)))
     axis.set_label_text(analysis.file.metric_label, **_TEXT)
 
 
-def _log_axis(axes: Axes, which: str, show: Callable[[float], str] = numbers.significant) -> None:
+def _log_axis(axes: Axes, which: str, show: Callable[[float], str] = numbers.tick) -> None:
     """Log scale with plain numbers; within a decade also at 2 and 5."""
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     axis = axes.xaxis if which == "x" else axes.yaxis
@@ -423,15 +437,16 @@ def _size_axis(axes: Axes, sizes: Sequence[float], show: Callable[[float], str])
         axes.set_xlim(found[0] / 2, found[0] * 2)
     kept = found[:1]
     span = np.log(found[-1] / found[0]) or 1.0
+    longest = max(len(show(size)) for size in found)
     for size in found[1:]:
-        if np.log(size / kept[-1]) > 0.16 * span:  # labels must not touch
+        if np.log(size / kept[-1]) > 0.02 * (longest + 1) * span:  # labels must not touch
             kept.append(size)
     axes.xaxis.set_major_locator(FixedLocator(kept))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show(value)))
 
 
-def _cut(text: str, length: int = 34) -> str:
+def _cut(text: str, length: int = 40) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 

@@ -4,6 +4,8 @@ from tinypod.study import numbers
 from tinypod.study.analysis import Analysis, short
 from tinypod.study.tables import why_no_batch
 
+_NAMED = 5  # of a list of names; the tables have all of them
+
 
 def sentences(analysis: Analysis) -> list[str]:
     """What the study says, in short."""
@@ -48,6 +50,8 @@ def _best_sentences(analysis: Analysis) -> list[str]:
     if top.final is None:
         return [text, f"{runner_up}; whether they differ: {top.verdict}."]
     told = "these seeds tell the two apart" if top.tells_apart else "these seeds do not tell the two apart"
+    if top.tells_apart and not top.holds:
+        told += f" by themselves, but not once {len(analysis.comparisons)} comparisons are allowed for (Holm)"
     difference = f"difference {show.change(top.final.difference)}, 95 % interval {show.interval(top.final)}"
     return [text, f"{runner_up}; {told} ({difference})."]
 
@@ -56,29 +60,32 @@ def _comparison_sentences(analysis: Analysis) -> list[str]:
     comparisons, first = analysis.comparisons, analysis.variants[0].name
     if not comparisons:
         return ["One variant alone: there is nothing to compare it with."]
-    better = [c.variant.name for c in comparisons if c.verdict == "better"]
-    worse = [c.variant.name for c in comparisons if c.verdict == "worse"]
-    rest = len(comparisons) - len(better) - len(worse)
-    parts = [
-        f"{len(names)} {word} ({', '.join(names)})" for names, word in ((better, "better"), (worse, "worse")) if names
-    ]
-    if rest:
-        parts.append(f"{rest} not told apart with these seeds")
-    return [f"Against {first}, of {len(comparisons)}: {'; '.join(parts)}."]
+    names = {word: [c.variant.name for c in comparisons if c.verdict == word] for word in ("better", "worse")}
+    parts = [f"{len(found)} {word} ({_listed(found)})" for word, found in names.items() if found]
+    if rest := [c.variant.name for c in comparisons if not c.holds]:
+        parts.append(f"{len(rest)} not told apart with these seeds ({_listed(rest)})")
+    others = f"the {len(comparisons)} others" if len(comparisons) > 1 else "the other"
+    return [f"Against {first}, of {others}: {', '.join(parts)}."]
 
 
 def _warning_sentences(analysis: Analysis) -> list[str]:
     found = []
     if few := [variant.name for variant in analysis.variants if len(variant.counted) < 2]:
-        names = "every variant" if len(few) == len(analysis.variants) else ", ".join(few)
+        names = "every variant" if len(few) == len(analysis.variants) else _listed(few)
         found.append(f"Too few seeds: fewer than 2 runs count for {names}, so there is no interval to judge by.")
     if left_out := [run.entry.name for run in analysis.runs if run.ended and not run.counts]:
-        found.append(f"{_runs(len(left_out))} ended and left out of the means: {', '.join(left_out)}.")
+        found.append(f"{_runs(len(left_out))} ended and left out of the means: {_listed(left_out)}.")
     if early := sum(run.outcome.state == "stopped_early" for run in analysis.runs):
         found.append(f"{_runs(early)} stopped early by rule, in the means with the last evaluation before the stop.")
     if unfinished := sum(not run.ended for run in analysis.runs):
         found.append(f"{_runs(unfinished)} not ended yet: the study goes on, and its answers may change.")
     return found
+
+
+def _listed(names: list[str]) -> str:
+    """Names may hold commas."""
+    more = f"; and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return "; ".join(names[:_NAMED]) + more
 
 
 def _runs(count: int) -> str:

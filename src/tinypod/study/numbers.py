@@ -52,6 +52,12 @@ def significant(value: float) -> str:
     return f"{rounded:,.{digits}f}".replace("-", "−")
 
 
+def tick(value: float) -> str:
+    """Of an axis: as `significant`, without zeros at the end."""
+    text = significant(value)
+    return text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text
+
+
 def quantity(value: float | None, unit: str = "") -> str:
     """Three significant digits with a prefix: `12.3 k`, `1.20 TFLOP`."""
     if value is None:
@@ -60,6 +66,11 @@ def quantity(value: float | None, unit: str = "") -> str:
         if abs(value) >= 0.9995 * size:
             return f"{significant(value / size)} {prefix}{unit}"
     return f"{significant(value)} {unit}".strip()
+
+
+def count(value: float | None) -> str:
+    """Of sizes: whole below ten thousand, then with a prefix."""
+    return f"{value:,.0f}" if value is not None and value < 9_999.5 and float(value).is_integer() else quantity(value)
 
 
 def seconds(value: float | None) -> str:

@@ -1,7 +1,8 @@
 """The report as one HTML page that opens offline: styles, tables and figures are all inside it, and no script."""
 
-from collections.abc import Iterable
+import re
 from html import escape
+from typing import NamedTuple
 
 from tinypod.study.analysis import Analysis
 from tinypod.study.figures import SERIES, VARIABLES, Plot
@@ -11,17 +12,24 @@ _DARK = {"ink": "#d5dae0", "grid": "#2c3238", "axis": "#58616b", "quiet": "#6d76
 _DARK_SERIES = ("#6db3ea", "#f0808d", "#63c58d", "#f0b04f", "#b39adb", "#57c9d6", "#d9956f", "#a9b4c2")
 assert len(_DARK_SERIES) == len(SERIES)
 
-# Which tables and figures stand together, by the beginnings of their names.
+
+class _Section(NamedTuple):
+    anchor: str
+    title: str
+    tables: tuple[str, ...]
+    figures: tuple[str, ...]  # beginnings of their names
+
+
 _SECTIONS = (
-    ("results", "Results", ("variants",), ("final", "grid")),
-    ("differences", "Differences", ("differences",), ()),
-    ("learning", "Learning curves", (), ("curves", "train_curves", "loss")),
-    ("cost", "What it costs", ("costs",), ("cost_",)),
-    ("scaling", "Scaling", ("scaling",), ("scaling_",)),
-    ("target", "Time to the target", ("target",), ()),
-    ("critical-batch", "Critical batch size", ("critical_batch",), ("critical_batch",)),
-    ("gap", "Training against held out", ("gap",), ()),
-    ("runs", "Runs", ("ends",), ()),
+    _Section("results", "Results", ("variants",), ("final", "grid")),
+    _Section("differences", "Differences", ("differences",), ()),
+    _Section("learning", "Learning curves", (), ("curves", "train_curves", "loss")),
+    _Section("cost", "What it costs", ("costs",), ("cost_",)),
+    _Section("scaling", "Scaling", ("scaling",), ("scaling_",)),
+    _Section("target", "Time to the target", ("target",), ()),
+    _Section("critical-batch", "Critical batch size", ("critical_batch",), ("critical_batch_",)),
+    _Section("gap", "Training against held out", ("gap",), ()),
+    _Section("runs", "Runs", ("ends",), ()),
 )
 
 _STYLE = """
@@ -41,8 +49,8 @@ p{margin:.4rem 0}
 table{border-collapse:collapse;width:100%;font-size:.9rem;font-variant-numeric:tabular-nums}
 th,td{padding:.45rem .8rem;text-align:right;white-space:nowrap;vertical-align:top}
 th{font-weight:600;color:var(--soft);background:var(--card)}
-th.text,td.text{text-align:left}
-td.words{white-space:normal;min-width:14rem;text-align:left}
+.name,.words{text-align:left}
+.long{white-space:normal;min-width:15rem}
 tbody tr{border-top:1px solid var(--line)}
 .figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,430px),1fr));gap:1.25rem;align-items:start}
 figure{margin:0;background:var(--card);border:1px solid var(--line);border-radius:10px;padding:.9rem;max-width:640px}
@@ -64,9 +72,9 @@ _METHOD = (
 
 def render(analysis: Analysis, sentences: list[str], tables: dict[str, Table], plots: list[Plot]) -> str:
     file = analysis.file
-    sections = [_section(*section, tables, plots) for section in _SECTIONS]
-    shown = [(section[0], section[1]) for section, html in zip(_SECTIONS, sections, strict=True) if html]
-    links = "".join(f'<a href="#{anchor}">{escape(title)}</a>' for anchor, title in shown)
+    sections = [_section(section, tables, plots) for section in _SECTIONS]
+    shown = [section for section, html in zip(_SECTIONS, sections, strict=True) if html]
+    links = "".join(f'<a href="#{section.anchor}">{escape(section.title)}</a>' for section in shown)
     goal = "higher is better" if file.direction == "max" else "lower is better"
     about = f"Study of {file.base}, by {file.metric_label} ({file.metric}; {goal})"
     if file.target is not None:
@@ -87,24 +95,22 @@ def render(analysis: Analysis, sentences: list[str], tables: dict[str, Table], p
     )
 
 
-def _section(
-    anchor: str, title: str, names: Iterable[str], starts: tuple[str, ...], tables: dict[str, Table], plots: list[Plot]
-) -> str:
+def _section(section: _Section, tables: dict[str, Table], plots: list[Plot]) -> str:
     """Empty where the study has nothing of it."""
-    parts = [_table(tables[name]) for name in names if name in tables]
-    if figures := "".join(_figure(plot) for plot in plots if plot.name.startswith(starts)) if starts else "":
+    found = [tables[name] for name in section.tables if name in tables]
+    parts = [_table(table) for table in found]
+    if figures := "".join(_figure(plot) for plot in plots if plot.name.startswith(section.figures)):
         parts.append(f'<div class="figures">{figures}</div>')
-    heading = next((tables[name].title for name in names if name in tables), title)
-    return f'<section id="{anchor}"><h2>{escape(heading)}</h2>{"".join(parts)}</section>\n' if parts else ""
+    heading = found[0].title if found else section.title
+    return f'<section id="{section.anchor}"><h2>{escape(heading)}</h2>{"".join(parts)}</section>\n' if parts else ""
 
 
 def _table(table: Table) -> str:
-    last = len(table.columns) - 1
 
     def cell(tag: str, column: int, text: str) -> str:
-        words = table.ends_in_text and column == last
-        kind = "words" if words and tag == "td" else "text" if table.is_text(column) else ""
-        return f"<{tag}{f' class={kind}' if kind else ''}>{escape(text)}</{tag}>"
+        kind = "name" if column == 0 else "words" if table.columns[column] in table.words else "number"
+        long = " long" if kind == "words" and len(text) > 24 else ""  # may break; short ones stay whole
+        return f'<{tag} class="{kind}{long}">{escape(text)}</{tag}>'
 
     head = "".join(cell("th", column, text) for column, text in enumerate(table.columns))
     rows = "".join(
@@ -128,7 +134,7 @@ def _links(name: str, endings: tuple[str, ...]) -> str:
 
 
 def _note(text: str) -> str:
-    return _note_html(escape(text))
+    return _note_html(re.sub("`([^`]+)`", r"<code>\1</code>", escape(text)))
 
 
 def _note_html(text: str) -> str:

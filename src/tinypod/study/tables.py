@@ -31,18 +31,13 @@ class Table:
     columns: list[str]
     rows: list[list[str]]
     notes: list[str] = field(default_factory=list)
-    num_text: int = 1  # the first columns, and the last if `ends_in_text`, are words; the others are numbers
-    ends_in_text: bool = False
+    words: tuple[str, ...] = ()  # columns of sentences, beside the first, which has names; the others are numbers
 
     def markdown(self) -> str:
-        last = len(self.columns) - 1
-        rule = ["---" if self.is_text(i) else "---:" for i in range(last + 1)]
+        rule = ["---" if i == 0 or name in self.words else "---:" for i, name in enumerate(self.columns)]
         lines = [self.columns, rule, *self.rows]
         text = "\n".join("| " + " | ".join(plain_markdown(cell) for cell in line) + " |" for line in lines)
         return "\n\n".join([f"## {plain_markdown(self.title)}", text, *(plain_markdown(note) for note in self.notes)])
-
-    def is_text(self, column: int) -> bool:
-        return column < self.num_text or (self.ends_in_text and column == len(self.columns) - 1)
 
 
 def all_tables(analysis: Analysis) -> dict[str, Table]:
@@ -64,7 +59,7 @@ def all_tables(analysis: Analysis) -> dict[str, Table]:
 def variants_table(analysis: Analysis) -> Table:
     label, show = analysis.file.metric_label, analysis.numbers
     rows = [
-        [variant.name, _counted(variant), show.spread(variant.final), show.spread(variant.best)]
+        [variant.name, show.spread(variant.final), show.spread(variant.best), _counted(variant)]
         for variant in analysis.variants
     ]
     notes = [
@@ -73,7 +68,7 @@ def variants_table(analysis: Analysis) -> Table:
     ]
     if any(variant.final is not None and variant.final.sd is None for variant in analysis.variants):
         notes.append("One run alone has no spread: a value without ± says nothing about the next seed.")
-    return Table("Results by variant", ["variant", "runs counted", f"final {label}", f"best {label}"], rows, notes)
+    return Table("Results by variant", ["variant", f"final {label}", f"best {label}", "runs counted"], rows, notes)
 
 
 def differences_table(analysis: Analysis) -> Table | None:
@@ -89,9 +84,9 @@ def differences_table(analysis: Analysis) -> Table | None:
             [
                 comparison.variant.name,
                 show.change(final.difference) if final else plain,
+                comparison.verdict,
                 show.interval(final) if final else numbers.NONE,
                 show.interval(best) if best else numbers.NONE,
-                comparison.verdict,
             ]
         )
     notes = [
@@ -101,8 +96,8 @@ def differences_table(analysis: Analysis) -> Table | None:
     ]
     if len(rows) > 1:
         notes.append(f"Each interval stands by itself; Holm's correction allows for there being {len(rows)} of them.")
-    columns = ["variant", "difference, final", "95 % interval, final", "95 % interval, best", "verdict"]
-    return Table(f"Differences to {first}", columns, rows, notes, ends_in_text=True)
+    columns = ["variant", "difference, final", "verdict", "95 % interval, final", "95 % interval, best"]
+    return Table(f"Differences to {first}", columns, rows, notes, words=("verdict",))
 
 
 def scaling_table(analysis: Analysis) -> Table | None:
@@ -122,7 +117,7 @@ def scaling_table(analysis: Analysis) -> Table | None:
             "interval is then of the means of the sizes, and the exponent describes this range of sizes only."
         )
     columns = ["size", "others", "runs", "exponent (95 %)", "scale", "does a power law fit?"]
-    return Table("Power laws", columns, rows, notes, num_text=2, ends_in_text=True)
+    return Table("Power laws", columns, rows, notes, words=("others", "does a power law fit?"))
 
 
 def target_table(analysis: Analysis) -> Table | None:
@@ -137,7 +132,7 @@ def target_table(analysis: Analysis) -> Table | None:
         medians = (
             [numbers.steps(found.steps), numbers.seconds(found.seconds)] if found.steps is not None else [never] * 2
         )
-        rows.append([variant.name, f"{found.num_reached} of {found.num_runs}", *medians])
+        rows.append([variant.name, *medians, f"{found.num_reached} of {found.num_runs}"])
     notes = [
         "Median over runs, in which a run that never got there counts as later than all others; “never”: half of the "
         "runs or more did not. Steps are linear between two evaluations. Runs still running count once they end or get "
@@ -145,7 +140,7 @@ def target_table(analysis: Analysis) -> Table | None:
         _time_note(analysis),
     ]
     title = f"Time to {analysis.numbers.value(target)} {analysis.file.metric_label}"
-    return Table(title, ["variant", "runs that reached it", "steps", "time"], rows, notes)
+    return Table(title, ["variant", "steps", "time", "runs that reached it"], rows, notes)
 
 
 def critical_batch_table(analysis: Analysis) -> Table | None:
@@ -157,18 +152,23 @@ def critical_batch_table(analysis: Analysis) -> Table | None:
         "runs that reached it; 95 % interval from the fit's covariance. At B_crit a run takes twice the fewest steps "
         "and twice the fewest examples."
     ]
+    if at_first := sum(scaling.num_at_first for scaling in analysis.batch_scalings):
+        notes.append(
+            f"{at_first} of these runs had reached the target by their first evaluation, so their steps are too many: "
+            "evaluate more often (`eval.every_steps`), or set a higher target."
+        )
     if any(scaling.num_never for scaling in analysis.batch_scalings):
         notes.append(
             "Runs that never reached the target are not in the fit, which is then too kind to their batch sizes."
         )
     columns = ["others", "runs that reached it", "B_crit (95 %)", "S_min (95 %)", "can it be told?"]
-    return Table("Critical batch size", columns, rows, notes, ends_in_text=True)
+    return Table("Critical batch size", columns, rows, notes, words=("can it be told?",))
 
 
 def gap_table(analysis: Analysis) -> Table | None:
     show = analysis.numbers
     variants = [variant for variant in analysis.variants if variant.gap is not None]
-    rows = [[v.name, show.spread(v.train), show.spread(v.final), _gap(analysis, v)] for v in variants]
+    rows = [[v.name, _gap(analysis, v), show.spread(v.train), show.spread(v.final)] for v in variants]
     if not rows:
         return None
     label = analysis.file.metric_label
@@ -177,7 +177,7 @@ def gap_table(analysis: Analysis) -> Table | None:
         "scores are of the weights being trained, on the batches as drawn; held-out scores of those that "
         "`eval.weights` names."
     ]
-    columns = ["variant", f"{label} in training", f"{label} held out", "gap"]
+    columns = ["variant", "gap", f"{label} in training", f"{label} held out"]
     return Table("Training against held out", columns, rows, notes)
 
 
@@ -190,7 +190,7 @@ def costs_table(analysis: Analysis) -> Table | None:
         if v.final is None:
             continue
         marks = ", ".join(name for name, names in fronts.items() if v.name in names)
-        cells = [numbers.quantity(v.num_weights), numbers.quantity(v.flops, "FLOP"), numbers.seconds(v.seconds)]
+        cells = [numbers.count(v.num_weights), numbers.quantity(v.flops, "FLOP"), numbers.seconds(v.seconds)]
         rows.append([v.name, analysis.numbers.spread(v.final), *cells, marks or numbers.NONE])
     notes = [
         "Means over the runs counted. A variant is on the Pareto front of a cost if no other is at least as good at no "
@@ -199,7 +199,7 @@ def costs_table(analysis: Analysis) -> Table | None:
         _time_note(analysis),
     ]
     columns = ["variant", f"final {analysis.file.metric_label}", "weights", "compute", "time", "on the front of"]
-    return Table("Costs", columns, rows, notes, ends_in_text=True)
+    return Table("Costs", columns, rows, notes, words=("on the front of",))
 
 
 def ends_table(analysis: Analysis) -> Table | None:
@@ -209,11 +209,11 @@ def ends_table(analysis: Analysis) -> Table | None:
         for run in analysis.runs
         if run.outcome.state != "done" or not run.counts
     ]
-    columns = ["run", "state", "step", "enters", "reason"]
+    columns, words = ["run", "state", "step", "how it enters", "reason"], ("state", "how it enters", "reason")
     notes = ["Leaving out runs that diverged flatters their variant: its mean speaks of the runs that survived."]
     diverged = any(run.outcome.state == "diverged" for run in analysis.runs)
     title = "Runs that did not end as planned"
-    return Table(title, columns, rows, notes if diverged else [], ends_in_text=True) if rows else None
+    return Table(title, columns, rows, notes if diverged else [], words) if rows else None
 
 
 def states_table(analysis: Analysis) -> Table:
@@ -232,7 +232,9 @@ def states_table(analysis: Analysis) -> Table:
             ]
         )
     label = analysis.file.metric_label
-    return Table("All runs", ["run", "state", "step", f"final {label}", f"best {label}", "time"], rows, num_text=2)
+    return Table(
+        "All runs", ["run", "state", "step", f"final {label}", f"best {label}", "time"], rows, words=("state",)
+    )
 
 
 def how_it_enters(run: RunResult) -> str:
