@@ -74,7 +74,9 @@ def test_critical_batches_are_covered_19_times_in_20() -> None:
     random, covered = np.random.default_rng(5), 0
     batches = np.repeat([50.0, 100.0, 200.0, 400.0, 800.0], 3)
     for _ in range(200):
-        fit = fit_critical_batch(batches, 80.0 * (1 + 200.0 / batches) * np.exp(0.05 * random.normal(size=len(batches))))
+        fit = fit_critical_batch(
+            batches, 80.0 * (1 + 200.0 / batches) * np.exp(0.05 * random.normal(size=len(batches)))
+        )
         covered += fit.batch_crit.low <= 200 <= fit.batch_crit.high
     assert 180 <= covered <= 199  # 190 ± 3 standard errors
 

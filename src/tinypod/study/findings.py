@@ -74,11 +74,13 @@ def _warning_sentences(analysis: Analysis) -> list[str]:
         names = "every variant" if len(few) == len(analysis.variants) else _listed(few)
         found.append(f"Too few seeds: fewer than 2 runs count for {names}, so there is no interval to judge by.")
     if left_out := [run.entry.name for run in analysis.runs if run.ended and not run.counts]:
-        found.append(f"{_runs(len(left_out))} ended and left out of the means: {_listed(left_out)}.")
+        found.append(f"Ended, but left out of the means: {_runs(len(left_out))} ({_listed(left_out)}).")
     if early := sum(run.outcome.state == "stopped_early" for run in analysis.runs):
-        found.append(f"{_runs(early)} stopped early by rule, in the means with the last evaluation before the stop.")
+        found.append(
+            f"Stopped early by rule, and in the means with the last evaluation before the stop: {_runs(early)}."
+        )
     if unfinished := sum(not run.ended for run in analysis.runs):
-        found.append(f"{_runs(unfinished)} not ended yet: the study goes on, and its answers may change.")
+        found.append(f"Not ended yet: {_runs(unfinished)}. The study goes on, and its answers may change.")
     return found
 
 

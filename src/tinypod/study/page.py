@@ -34,17 +34,18 @@ _SECTIONS = (
 
 _STYLE = """
 *{box-sizing:border-box}
+h1,h2,h3,p,li,figcaption,summary{overflow-wrap:anywhere}
 html{-webkit-text-size-adjust:100%}
 body{margin:0 auto;max-width:1120px;padding:1.5rem 1.25rem 4rem;background:var(--page);color:var(--text);
   font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
-h1{font-size:1.75rem;line-height:1.2;margin:0 0 .25rem;overflow-wrap:anywhere}
+h1{font-size:1.75rem;line-height:1.2;margin:0 0 .25rem}
 h2{font-size:1.2rem;margin:2.5rem 0 .75rem;padding-top:.75rem;border-top:1px solid var(--line)}
 p{margin:.4rem 0}
 .about,.note,figcaption{color:var(--soft)}
 .note,figcaption{font-size:.85rem}
 .short{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:.75rem 1.1rem .75rem 2.1rem;
   margin:1.25rem 0}
-.short li{margin:.3rem 0;overflow-wrap:anywhere}
+.short li{margin:.3rem 0}
 .scroll{overflow-x:auto;margin:.75rem 0;border:1px solid var(--line);border-radius:10px}
 table{border-collapse:collapse;width:100%;font-size:.9rem;font-variant-numeric:tabular-nums}
 th,td{padding:.45rem .8rem;text-align:right;white-space:nowrap;vertical-align:top}
@@ -54,7 +55,7 @@ th{font-weight:600;color:var(--soft);background:var(--card)}
 tbody tr{border-top:1px solid var(--line)}
 .figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,430px),1fr));gap:1.25rem;align-items:start}
 figure{margin:0;background:var(--card);border:1px solid var(--line);border-radius:10px;padding:.9rem;max-width:640px}
-figure h3{font-size:.95rem;margin:0 0 .5rem;overflow-wrap:anywhere}
+figure h3{font-size:.95rem;margin:0 0 .5rem}
 figure svg{display:block;width:100%;height:auto}
 figure svg text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif!important}
 a{color:var(--series-0)}
