@@ -214,3 +214,19 @@ def test_without_a_target_there_is_no_critical_batch(tmp_path: Path) -> None:
     found = batch_study(tmp_path, target=None)
     assert found.batch_scalings == []
     assert "critical_batch" not in all_tables(found)
+
+
+def test_factors_that_go_together_make_one_group(tmp_path: Path) -> None:
+    """Zipped: the rate grows with the batch, so no two runs differ in the batch alone."""
+    factors = {"batch_size": [32, 64, 128, 256], "optimizer.learning_rate": [1e-3, 2e-3, 4e-3, 8e-3]}
+    zipped = [dict(zip(factors, levels, strict=True)) for levels in zip(*factors.values(), strict=True)]
+    entries = [entry(f"batch_size={levels['batch_size']}", seed, levels) for levels in zipped for seed in range(2)]
+
+    def curve(run: dict[str, Any]) -> Any:
+        needed = 40 * (1 + 100 / run["levels"]["batch_size"]) * (1 + 0.02 * run["seed"])
+        return lambda steps: np.array(0.5 * steps / needed)
+
+    write_study(tmp_path, entries, curve, factors=factors)
+    found = analyse(read_study(tmp_path))
+    assert [scaling.group for scaling in found.batch_scalings] == ["others vary too"]
+    assert found.batch_scalings[0].fit.batch_crit.value == pytest.approx(100, rel=0.02)

@@ -136,3 +136,18 @@ def test_pictures_are_pictures_and_svgs_stand_in_a_page(tmp_path: Path) -> None:
     assert any(
         "batch_size=32" in (element.text or "") for element in ElementTree.fromstring(found["curves"].svg()).iter()
     )
+
+
+def test_zipped_factors_have_no_grid_and_many_variants_no_endless_figure(tmp_path: Path) -> None:
+    factors = {
+        "model.hidden_size": [8 * n for n in range(1, 51)],
+        "optimizer.learning_rate": [1e-4 * n for n in range(1, 51)],
+    }
+    zipped = [dict(zip(factors, levels, strict=True)) for levels in zip(*factors.values(), strict=True)]
+    entries = [entry(f"v{number}", 0, levels) for number, levels in enumerate(zipped)]
+    write_study(tmp_path, entries, lambda run: rising(0.01 * int(run["variant"][1:])), factors=factors, every=150)
+    found = plots(tmp_path)
+    assert "grid" not in found
+    ticks = [text.get_text() for text in found["final"].figure.axes[0].get_yticklabels()]
+    assert ticks == ["v0", *(f"v{number}" for number in range(11, 50))]
+    assert len(rows(found["final"])) == 50

@@ -98,3 +98,9 @@ def test_the_pareto_front_by_hand() -> None:
     assert pareto_front(costs, values, "max") == [True, False, True, False, True]
     assert pareto_front(costs, values, "min") == [True, True, False, False, False]
     assert pareto_front([1.0, 1.0], [0.5, 0.5], "max") == [True, True]  # equals do not beat each other
+
+
+@pytest.mark.parametrize("steps", [[100.0] * 3, [300.0, 200.0, 100.0], [100.0, 200.0, 300.0], [1e6, 1.0, 1e6]])
+def test_three_points_of_any_kind_end_in_an_answer(steps: list[float]) -> None:
+    fit = fit_critical_batch([8.0, 16.0, 32.0], steps)
+    assert fit is None or not fit.determined or fit.batch_crit.low <= fit.batch_crit.value <= fit.batch_crit.high

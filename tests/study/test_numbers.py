@@ -14,6 +14,7 @@ def test_shares_and_plain_metrics() -> None:
     assert share.spread(None) == "–"
     assert share.change(0.012) == "+1.20 pp"
     assert share.change(-0.012) == "−1.20 pp"
+    assert share.change(-0.00001) == share.change(0.0) == "0.00 pp"
     assert share.interval(Difference(0.0, -0.003, 0.012, 0.5, 3.0)) == "−0.30 to +1.20 pp"
     assert plain.spread(Spread(3, 12.3456, 0.5)) == "12.346 ± 0.500"
     assert plain.interval(Difference(0.0, -1.0, 2.0, 0.5, 3.0)) == "−1.000 to +2.000"

@@ -299,12 +299,20 @@ def _batch_scalings(study: Study) -> list[BatchScaling]:
 
 
 def _groups(study: Study, key: str) -> dict[str, list[RunResult]]:
-    """Runs that differ in this factor and the seed alone, by the levels of the others."""
+    """Runs that differ in this factor and the seed alone, by the levels of the others.
+
+    Where factors go together (zipped lists, a search) there are no such runs: then it is one group of all.
+    """
     groups: dict[str, list[RunResult]] = {}
-    for run in study.runs:
-        if key in run.entry.levels:
-            groups.setdefault(_others(run.entry, key), []).append(run)
-    return groups
+    runs = [run for run in study.runs if key in run.entry.levels]
+    for run in runs:
+        groups.setdefault(_others(run.entry, key), []).append(run)
+    wide = {name: group for name, group in groups.items() if _num_levels(group, key) >= fits.MIN_LEVELS}
+    return wide or {"others vary too": runs}
+
+
+def _num_levels(runs: list[RunResult], key: str) -> int:
+    return len({run.entry.levels[key] for run in runs})
 
 
 def _others(entry: RunEntry, key: str) -> str:

@@ -28,6 +28,8 @@ from tinypod.study.results import Curve, RunResult
 INK, GRID, AXIS, QUIET = "#3a3f45", "#e4e7eb", "#b8bec6", "#a3a9b1"
 SERIES = ("#2a78b5", "#d1495b", "#2e8b57", "#c77d0a", "#7b5ea7", "#178f9c", "#a0522d", "#5f6b7a")
 _SHOWN = len(SERIES)  # variants in colour; of more, the first and the best
+_ROWS = 40  # variants in the figure of final values; of more, the first and the best
+_GRID_LEVELS = 12  # of a factor, at most, in the table of colours
 _GRID_POINTS = 300  # of a curve that is drawn
 _WIDTH, _HEIGHT = 4.9, 3.4
 _TEXT: dict[str, Any] = {"fontsize": 9, "color": INK}
@@ -102,20 +104,23 @@ def plot_final(analysis: Analysis, colors: dict[str, str]) -> Plot | None:
     variants = [variant for variant in analysis.variants if variant.final is not None]
     if not variants:
         return None
+    rows: list[list[Any]] = [[v.name, run.entry.seed, run.final, run.best] for v in variants for run in v.counted]
+    caption = "Each dot is a run (seed), each diamond the mean, the bar ± 1 sd over seeds."
+    if len(variants) > _ROWS:
+        caption += f" Of {len(variants)} variants, the first and the best."
+        kept = set(list(dict.fromkeys([variants[0].name, *(v.name for v in analysis.ranked)]))[:_ROWS])
+        variants = [variant for variant in variants if variant.name in kept]
     axes = _axes(height=1.1 + 0.32 * len(variants))
-    rows: list[list[Any]] = []
     for place, variant in enumerate(variants):
         final, color = variant.final, colors[variant.name]
         assert final is not None
         values = [run.final for run in variant.counted]
         axes.plot(values, [place] * len(values), "o", color=color, ms=5, alpha=0.45, mew=0)
         axes.errorbar(final.mean, place, xerr=final.sd, fmt="D", color=color, ms=5, capsize=3, linewidth=1.6)
-        rows += [[variant.name, run.entry.seed, run.final, run.best] for run in variant.counted]
     axes.set_yticks(range(len(variants)), [_cut(variant.name) for variant in variants])
     axes.set_ylim(len(variants) - 0.4, -0.6)
     _metric_axis(analysis, axes, "x")
     axes.grid(False, axis="y")
-    caption = "Each dot is a run (seed), each diamond the mean, the bar ± 1 sd over seeds."
     title = f"Final {analysis.file.metric_label} by variant"
     return Plot("final", title, caption, _figure(axes), ["variant", "seed", "final", "best"], rows)
 
@@ -125,13 +130,17 @@ def plot_grid(analysis: Analysis) -> Plot | None:
     if len(analysis.file.factors) != 2:
         return None
     (row_key, row_levels), (column_key, column_levels) = analysis.file.factors.items()
+    cells = len(row_levels) * len(column_levels)
+    if max(len(row_levels), len(column_levels)) > _GRID_LEVELS or 2 * len(analysis.variants) < cells:
+        return None  # zipped factors, or a search: most of the table would be empty
     means = np.full((len(row_levels), len(column_levels)), np.nan)
     rows: list[list[Any]] = []
     for variant in analysis.variants:
-        if variant.final is not None and {row_key, column_key} <= variant.levels.keys():
-            at = row_levels.index(variant.levels[row_key]), column_levels.index(variant.levels[column_key])
+        row_level, column_level = variant.levels.get(row_key), variant.levels.get(column_key)
+        if variant.final is not None and row_level in row_levels and column_level in column_levels:
+            at = row_levels.index(row_level), column_levels.index(column_level)
             means[at] = variant.final.mean
-            rows.append([variant.levels[row_key], variant.levels[column_key], means[at], variant.final.sd])
+            rows.append([row_level, column_level, means[at], variant.final.sd])
     if not rows:
         return None
     axes = _axes(height=1.2 + 0.42 * len(row_levels))

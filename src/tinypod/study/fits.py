@@ -4,6 +4,7 @@ Both laws are fitted to logarithms, because seeds scatter by a share of the valu
 comes from the covariance of the least-squares fit, with the t distribution of the points less the two parameters.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -96,12 +97,17 @@ def fit_critical_batch(batches: Sequence[float], steps: Sequence[float]) -> Crit
     start = (float(y.min()) - np.log(2.0), float(np.log(np.median(x))))
     # Far outside the batches the curve is a straight line and its bend could lie anywhere: bounds keep exp() finite.
     limits = np.log([x.min() / 1e4, x.max() * 1e4])
-    found, covariance = optimize.curve_fit(
-        law, x, y, p0=start, bounds=([-np.inf, limits[0]], [np.inf, limits[1]]), max_nfev=10_000
-    )
+    bounds = ([-np.inf, limits[0]], [np.inf, limits[1]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optimize.OptimizeWarning)  # no covariance: infinite, and so not determined
+        try:
+            found, covariance = optimize.curve_fit(law, x, y, p0=start, bounds=bounds, max_nfev=10_000)
+        except RuntimeError:  # it does not converge
+            return None
     steps_min, batch_crit = (_from_log(found[i], covariance[i, i], len(x) - 2) for i in (0, 1))
     inside = x.min() / _FAR <= batch_crit.value <= x.max() * _FAR
-    determined = bool(inside and np.isfinite(batch_crit.high) and batch_crit.high <= _FAR**2 * batch_crit.low)
+    known = np.isfinite(batch_crit.high) and batch_crit.high <= _FAR**2 * batch_crit.low
+    determined = bool(inside and known)
     return CriticalBatch(steps_min, batch_crit, len(x), determined)
 
 

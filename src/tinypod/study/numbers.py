@@ -33,8 +33,10 @@ class MetricNumbers:
 
     def change(self, value: float) -> str:
         """With its sign; of shares in percentage points."""
-        text = format(value, "+" + self.format).replace("-", "−")
-        return text.replace("%", " pp")
+        text = format(value, "+" + self.format)
+        if not any(digit in text for digit in "123456789"):  # what rounds to nothing has no sign
+            text = text.lstrip("+-")
+        return text.replace("-", "−").replace("%", " pp")
 
     def interval(self, found: Difference) -> str:
         """`−0.30 to +1.20 pp`."""
