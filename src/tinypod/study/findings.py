@@ -64,8 +64,8 @@ def _comparison_sentences(analysis: Analysis) -> list[str]:
     parts = [f"{len(found)} {word} ({_listed(found)})" for word, found in names.items() if found]
     if rest := [c.variant.name for c in comparisons if not c.holds]:
         parts.append(f"{len(rest)} not told apart with these seeds ({_listed(rest)})")
-    others = f"the {len(comparisons)} others" if len(comparisons) > 1 else "the other"
-    return [f"Against {first}, of {others}: {', '.join(parts)}."]
+    others = f", of the {len(comparisons)} others" if len(comparisons) > 1 else ""
+    return [f"Against {first}{others}: {', '.join(parts)}."]
 
 
 def _warning_sentences(analysis: Analysis) -> list[str]:
