@@ -104,9 +104,9 @@ def test_an_empty_log_makes_no_picture(tmp_path: Path) -> None:
 
 def test_smoothing_keeps_a_line_and_the_ends_and_removes_noise() -> None:
     line = np.linspace(5.0, 1.0, 400)
-    np.testing.assert_allclose(report._smooth(line), line)
+    np.testing.assert_allclose(report.smooth(line), line)
     noise = np.random.default_rng(0).normal(size=400)
-    smooth = report._smooth(line + noise)
+    smooth = report.smooth(line + noise)
     assert (smooth[0], smooth[-1]) == pytest.approx((line[0] + noise[0], line[-1] + noise[-1]))
     assert (smooth - line)[10:-10].std() < 0.5
 

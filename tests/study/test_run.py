@@ -130,7 +130,11 @@ def test_rules_end_runs_early_and_the_others_are_packed_anew(data: Path, tmp_pat
     if most is None:
         assert states == [(4, "stopped_early"), (4, "stopped_early"), (8, "stopped_early"), (10, "done")]
     scores = {
-        run.name: {r["step"]: r["eval/cell_accuracy"] for r in records(run_of(tmp_path / "s", run.name)) if len(r) > 3}
+        run.name: {
+            r["step"]: r["eval/cell_accuracy"]
+            for r in records(run_of(tmp_path / "s", run.name))
+            if "eval/cell_accuracy" in r
+        }
         for run in study.runs
     }
     for run, outcome in zip(study.runs, ended.outcomes, strict=True):

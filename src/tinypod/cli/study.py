@@ -37,11 +37,14 @@ def run(
 
 
 def run_and_show(study: object, folder: Path, pack: int | None) -> None:
+    from tinypod.study.report import write_report
     from tinypod.study.run import run_study
     from tinypod.study.status import table
 
     ended = run_study(study, folder, console, most=pack)  # type: ignore[arg-type]
     console.print(table(folder))
+    if any(outcome.state in ("done", "stopped_early") for outcome in ended.outcomes):
+        write_report(folder, console)
     if ended.stopped_by is not None:
         console.print(f"stopped by {ended.stopped_by.name}; run the same command again to go on", highlight=False)
         raise typer.Exit(128 + int(ended.stopped_by))
@@ -72,6 +75,19 @@ def status(
         while any(row.outcome.state not in ENDED for row in read_rows(folder)[1]):
             time.sleep(2)
             live.update(table(folder))
+
+
+@study_app.command()
+def report(folder: StudyFolder) -> None:
+    """One page that opens offline, a Markdown table, and each figure as PNG and CSV, in FOLDER/report.
+
+    `tinypod study run` writes it at the end; a study that still runs can be reported on as far as it is.
+
+    Example: `tinypod study report studies/learning_rate`
+    """
+    from tinypod.study.report import write_report
+
+    write_report(folder, console)
 
 
 @study_app.command()

@@ -52,7 +52,7 @@ def _column(records: list[Record], name: str) -> tuple[np.ndarray, np.ndarray]:
     return table[:, 0], table[:, 1]
 
 
-def _smooth(values: np.ndarray) -> np.ndarray:
+def smooth(values: np.ndarray) -> np.ndarray:
     """A centred mean; the window shrinks at the ends, so that the curve ends where the data end."""
     half = len(values) // _SMOOTHING_WINDOWS // 2
     sums = np.concatenate([[0.0], np.cumsum(values)])
@@ -67,10 +67,10 @@ def _draw_loss(axes: Axes, records: list[Record]) -> None:
     if not len(loss):
         _say_nothing_logged(axes)
         return
-    smooth = _smooth(loss)
+    smoothed = smooth(loss)
     axes.plot(steps, loss, color=_TRAIN, alpha=0.28, linewidth=0.9, label="as logged")
-    axes.plot(steps, smooth, color=_TRAIN, linewidth=2.0, label="smoothed", marker=_marker(steps), ms=3.5)
-    axes.annotate(f"{smooth[-1]:.3g}", (steps[-1], smooth[-1]), (5, 0), **_VALUE, color=_TRAIN)
+    axes.plot(steps, smoothed, color=_TRAIN, linewidth=2.0, label="smoothed", marker=_marker(steps), ms=3.5)
+    axes.annotate(f"{smoothed[-1]:.3g}", (steps[-1], smoothed[-1]), (5, 0), **_VALUE, color=_TRAIN)
     axes.set_ylabel("loss", color=_INK)
     if loss.min() > 0 and loss.max() > 10 * loss.min():
         axes.set_yscale("log", subs=[2, 5])
@@ -97,7 +97,7 @@ def _draw_headline(axes: Axes, records: list[Record], headline: Sequence[Metric]
                 continue
             if split == "train":
                 axes.plot(steps, values, color=color, alpha=0.15, linewidth=0.8)
-                values = _smooth(values)
+                values = smooth(values)
             label, marker = f"{split}, {metric.label}", _marker(steps)
             axes.plot(steps, values, style, color=color, linewidth=width, label=label, marker=marker, ms=3.5)
             if split == "eval" and metric is first:

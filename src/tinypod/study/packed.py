@@ -199,8 +199,7 @@ class _Pack:
             if not member.active:
                 continue
             parts = [{name: x[member.number] for name, x in part.items()} for part in fetched]
-            # Of this run alone it would be as fast as its share of the pack's time.
-            records.append(training_record(member.experiment, parts, seconds / len(self.members)))
+            records.append(training_record(member.experiment, parts, seconds))  # a step of the pack is one of each run
             member.log.write(step, records[-1])
             for part in parts:
                 member.bad_steps = member.bad_steps + 1 if part["skipped"] else 0
@@ -256,15 +255,13 @@ class _Pack:
 
 
 def _median(records: Sequence[dict[str, float]]) -> dict[str, float]:
-    """For the progress line: of the runs at hand."""
+    """For the progress line, of the runs at hand; their speeds add up."""
     names = set.intersection(*(set(record) for record in records))
     found = {}
     for name in names:
         values = [record[name] for record in records if not math.isnan(record[name])]
-        total = name.startswith("perf/examples")
-        found[name] = (
-            (float(np.sum(values)) / len(records) if total else float(np.median(values))) if values else math.nan
-        )
+        middle = np.sum if name == "perf/examples_per_s" else np.median
+        found[name] = float(middle(values)) if values else math.nan
     return found
 
 
