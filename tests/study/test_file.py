@@ -16,7 +16,7 @@ SHIPPED = sorted(CONFIGS.glob("studies/*.yaml"))
 
 def write(folder: Path, **tree: Any) -> Path:
     path = folder / "study.yaml"
-    path.write_text(yaml.safe_dump({"base": "demo"} | tree))
+    path.write_text(yaml.safe_dump({"base": "demo"} | tree, sort_keys=False))
     return path
 
 

@@ -50,7 +50,7 @@ def write(folder: Path, data: Path, **tree: Any) -> Path:
         base = configs.merge(base, override)
     (folder / "base.yaml").write_text(yaml.safe_dump(base))
     path = folder / "tiny.yaml"
-    path.write_text(yaml.safe_dump({"base": "base.yaml"} | tree))
+    path.write_text(yaml.safe_dump({"base": "base.yaml"} | tree, sort_keys=False))
     return path
 
 
