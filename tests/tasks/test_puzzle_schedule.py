@@ -11,6 +11,7 @@ from rich.console import Console
 
 from fixtures import Steps, tiny_config, write_4x4
 from test_step import assert_near
+from test_train import assert_same_states, state_at
 from tinypod import experiment, train
 from tinypod.errors import ConfigError
 from tinypod.plan import analysis
@@ -151,20 +152,21 @@ def test_a_plan_is_of_the_deepest_stage(data: Path) -> None:
 
 def test_the_start_says_how_the_recursion_grows_and_a_resumed_run_goes_on_with_it(data: Path, tmp_path: Path) -> None:
     """Stopped in the middle of a stage and of the annealing: the same to the bit as in one go."""
-    states, said = {}, ""
+    logged, said = {}, ""
     for name, parts in {"whole": (6,), "parts": (3, 6)}.items():
         run = Run(tmp_path / name)
         for steps in parts:
             console = Console(file=StringIO(), width=300)
-            config = tiny_config(data, *CURRICULUM, ANNEALED, f"steps={steps}", "log.every_steps=1")
+            config = tiny_config(data, *CURRICULUM, ANNEALED, f"steps={steps}", "log.every_steps=1", "mesh.devices=1")
             outcome = train.train(config, run, console)
             said = console.file.getvalue()
         assert outcome.step == 6
-        states[name] = [row for row in MetricsLog(run.folder).read() if "train/loss" in row]
+        logged[name] = [row for row in MetricsLog(run.folder).read() if "train/loss" in row]
     line = "recursion grows: H 1 × L 1 until step 2, H 1 × L 2 until step 4, then H 2 × L 3"
     assert line in said
-    rows = [[{k: v for k, v in row.items() if k.startswith("train/")} for row in states[name]] for name in states]
+    rows = [[{k: v for k, v in row.items() if k.startswith("train/")} for row in logged[name]] for name in logged]
     assert rows[0] == rows[1]
+    assert_same_states(*(state_at(data, tmp_path / name, 6) for name in logged))
     assert [row["train/H_cycles"] for row in rows[0]] == [1, 1, 1, 1, 2, 2]
     assert [row["train/L_cycles"] for row in rows[0]] == [1, 1, 2, 2, 3, 3]
 
