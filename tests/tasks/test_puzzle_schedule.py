@@ -15,6 +15,7 @@ from test_train import assert_same_states, state_at
 from tinypod import experiment, train
 from tinypod.errors import ConfigError
 from tinypod.plan import analysis
+from tinypod.plan.planner import make_plan
 from tinypod.runs.folder import Run
 from tinypod.runs.metrics import MetricsLog
 from tinypod.tasks.puzzle_schedule import Linear, Stage, curriculum_settings, exploration_settings, make_at_step
@@ -143,11 +144,19 @@ def test_a_curriculum_packs(data: Path) -> None:
 def test_a_plan_is_of_the_deepest_stage(data: Path) -> None:
     grown, whole = (build(data, *overrides) for overrides in (CURRICULUM, CURRICULUM[1:]))
     assert grown.task.flops(True) == whole.task.flops(True)
-    works = [analysis.analyse(built)[0].work for built in (grown, whole)]
+    analyses = [analysis.analyse(built)[0] for built in (grown, whole)]
+    works = [one.work for one in analyses]
     assert works[0] is not None
     assert works[1] is not None
     assert works[0].flops == pytest.approx(works[1].flops, rel=0.02)
     assert works[0].unknown_loops == ()
+    hardware = {"slice": "here", "devices": 1, "usable_bytes": None, "fits": True}
+    plans = [
+        make_plan(built.config, built.task, one, None, (), **hardware)
+        for built, one in zip((grown, whole), analyses, strict=True)
+    ]
+    assert any("recursion grows: H 1 × L 1 until step 2" in note for note in plans[0].notes)
+    assert not any("recursion" in note for note in plans[1].notes)
 
 
 def test_the_start_says_how_the_recursion_grows_and_a_resumed_run_goes_on_with_it(data: Path, tmp_path: Path) -> None:
