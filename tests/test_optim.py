@@ -12,6 +12,7 @@ from tinypod.optim import (
     BatchScaling,
     Constant,
     Cosine,
+    LionConfig,
     RowGradients,
     TableOptimizer,
     batch_scale,
@@ -85,6 +86,30 @@ def test_adamw_is_optax_adamw_and_clipping_comes_first() -> None:
     theirs_updates, _ = theirs.update(grads, theirs.init(params), params)
     for a, b in zip(jax.tree.leaves(ours_updates), jax.tree.leaves(theirs_updates), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_lion_by_hand() -> None:
+    """The update takes the sign of a blend with beta1, before the momentum moves on with beta2."""
+    config = LionConfig(learning_rate=0.1, weight_decay=0.5, beta1=0.6, beta2=0.9)
+    params = jnp.array([2.0, -1.0, 0.5])
+    grads = [np.array([0.3, -4.0, 1.0]), np.array([-0.1, 2.0, -0.05]), np.array([0.0, 0.5, 0.001])]
+    state, p, m = None, np.asarray(params, np.float64), np.zeros(3)
+    directions = []
+    for g in grads:
+        updates, state = updates_of(config, jnp.asarray(g, jnp.float32), state, params)
+        params = optax.apply_updates(params, updates)
+        blend = 0.6 * m + 0.4 * g
+        directions.append(np.sign(blend))
+        p = p - 0.1 * (np.sign(blend) + 0.5 * p)
+        m = 0.9 * m + 0.1 * g
+        np.testing.assert_allclose(params, p, rtol=1e-6)
+    assert any((d != np.sign(g)).any() for d, g in zip(directions, grads, strict=True))  # momentum decides somewhere
+    assert sum(x.size for x in jax.tree.leaves(state)) == 3 + 1  # one moment, and a count
+
+
+def test_lion_has_betas_of_its_own() -> None:
+    settings = build_optimizer(LionConfig(learning_rate=1e-5), 1, 10).settings
+    assert (settings["beta1"], settings["beta2"]) == (0.9, 0.99)
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=12), st.integers(0, 2**31 - 1))

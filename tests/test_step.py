@@ -185,6 +185,7 @@ def regression(data: Path, bad_batches: tuple[int, ...] = ()) -> tuple[Task, Opt
         frozen=(),
         tables=(),
         varied={},
+        at_step=lambda varied, step: varied,
     )
     return task, built.optimizer
 

@@ -74,7 +74,16 @@ class AdamWConfig(_Optimizer):
     eps: PositiveFloat = 1e-8
 
 
-OptimizerConfig = Annotated[AdamAtan2Config | AdamWConfig, Field(discriminator="kind")]
+class LionConfig(_Optimizer):
+    """The sign of a blend of momentum and gradient (arXiv 2302.06675): every weight moves by the rate. Its authors take
+    a rate 3 to 10 times smaller than AdamW's, and a decay as much larger. It keeps one moment."""
+
+    kind: Literal["lion"] = "lion"
+    beta1: Beta = 0.9  # of the blend
+    beta2: Beta = 0.99  # of the momentum
+
+
+OptimizerConfig = Annotated[AdamAtan2Config | AdamWConfig | LionConfig, Field(discriminator="kind")]
 
 
 class RowGradients(NamedTuple):
@@ -109,13 +118,20 @@ def build_optimizer(config: OptimizerConfig, batch_size: int, total_steps: int) 
         "table_weight_decay": config.tables.weight_decay,
     }
 
-    def chain(values: dict[str, Any], share: Array) -> optax.GradientTransformation:
+    def direction(values: dict[str, Any]) -> optax.GradientTransformation:
         beta1, beta2 = values["beta1"], values["beta2"]
+        match config:
+            case AdamAtan2Config():
+                return scale_by_adam_atan2(beta1, beta2)
+            case AdamWConfig():
+                return optax.scale_by_adam(beta1, beta2, values["eps"])
+            case LionConfig():
+                return optax.scale_by_lion(beta1, beta2)
+
+    def chain(values: dict[str, Any], share: Array) -> optax.GradientTransformation:
         return optax.chain(
             optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(values["clip_norm"]),
-            scale_by_adam_atan2(beta1, beta2)
-            if isinstance(config, AdamAtan2Config)
-            else optax.scale_by_adam(beta1, beta2, values["eps"]),
+            direction(values),
             optax.add_decayed_weights(values["weight_decay"]),
             optax.scale(-values["learning_rate"] * share),
         )

@@ -134,6 +134,7 @@ def make_train_step(
     def train_step(
         state: TrainState, settings: Settings, number: Array, feed: Tree
     ) -> tuple[TrainState, dict[str, Array]]:
+        settings = settings._replace(task=task.at_step(settings.task, state.step))
         batch = draw_batch(task, settings, number, feed)
         grads, sums, carry, row_grads = differentiate(state.params, state.carry, batch, settings.task)
         # The loss is a sum, and its gradients are divided here, in float32: a mean's would underflow in float16.

@@ -142,7 +142,8 @@ def _train(attempt: Attempt, from_step: int | None, profile: tuple[int, int] | N
         return Outcome(experiment, step, stop.by, outcome.best, trained=False)
 
     health.begin(step)
-    say(console, _describe(attempt, step))
+    for line in (_describe(attempt, step), *task.notes):
+        say(console, line)
     for change in changed:
         warn(console, f"from step {step:,} on, {change}")
     with ExitStack() as stack:
@@ -340,7 +341,8 @@ def training_record(
     examples_per_s = len(parts) * experiment.config.batch_size / seconds
     record["perf/examples_per_s"] = examples_per_s
     record["perf/step_ms"] = 1000 * seconds / len(parts)
-    record["perf/model_tflops"] = examples_per_s * experiment.task.flops(True) / 1e12
+    flops = sums.get("flops", len(parts) * experiment.config.batch_size * experiment.task.flops(True))
+    record["perf/model_tflops"] = flops / seconds / 1e12
     return record
 
 

@@ -99,6 +99,188 @@ def test_the_puzzle_row_is_padded_into_the_first_positions() -> None:
     np.testing.assert_allclose(x[0, 2], 4 * params["embed"]["tokens"][0], rtol=1e-6)
 
 
+@jax.jit
+def written_out(weights, h):
+    """The network by its definition (MLP mixing), over transposed copies; one layer after the other."""
+
+    def swiglu(part, i, x):
+        wide = x @ part["gate_up"][i].reshape(x.shape[-1], -1)
+        gate, up = jnp.split(wide, 2, axis=-1)
+        return (gate / (1 + jnp.exp(-gate)) * up) @ part["down"][i]
+
+    def norm(x):
+        return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5)
+
+    for i in range(2):
+        across = jnp.swapaxes(h, 1, 2)
+        h = jnp.swapaxes(norm(across + swiglu(weights["token_mlp"], i, across)), 1, 2)
+        h = norm(h + swiglu(weights["mlp"], i, h))
+    return h
+
+
+class WrittenOut:
+    """Three H and four L cycles of each variant, as loops over `written_out`."""
+
+    def __init__(self, **variant: bool) -> None:
+        self.config = make(H_cycles=3, L_cycles=4, **variant)
+        params = trm.init(self.config, SHAPE, jax.random.key(0))
+        q_head = {"weight": jax.random.normal(jax.random.key(3), (16, 2)), "bias": jnp.array([0.5, -0.25])}
+        self.params = params | {"q_head": q_head}
+        self.tokens = jax.random.randint(jax.random.key(1), (4, 9), 0, 5)
+        self.rows = jax.random.normal(jax.random.key(2), (4, 20))
+
+    def x(self, params):
+        padded = jnp.pad(self.rows, ((0, 0), (0, 12))).reshape(4, 2, 16)
+        return 4.0 * jnp.concatenate([padded, params["embed"]["tokens"][self.tokens]], axis=1)
+
+    def start(self, name):
+        return jnp.broadcast_to(self.params["z_init"][name], (4, 11, 16))
+
+    def outputs(self, params, answer):
+        return answer[:, 2:] @ params["head"], answer[:, 0] @ params["q_head"]["weight"] + params["q_head"]["bias"][
+            None
+        ]
+
+
+def assert_alike(ours, theirs, tolerance: float = 2e-4) -> None:
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
+        error = np.linalg.norm(np.asarray(a) - np.asarray(b)) / max(np.linalg.norm(b), 1e-30)
+        assert error < tolerance, f"{jax.tree_util.keystr(path)}: {error:.1e}"
+
+
+@pytest.mark.parametrize("unroll", [False, True], ids=["looped", "unrolled"])
+def test_a_single_z_written_out(unroll: bool) -> None:
+    case = WrittenOut(single_z=True)
+    params, x, z = case.params, case.x(case.params), case.start("L")
+    for _ in range(3):
+        for _ in range(4):
+            z = written_out(params["layers"], z + x)
+        z = written_out(params["layers"], z)
+    config = case.config.model_copy(update={"unroll": unroll})
+    ours, logits, q = forward(config, params, case.tokens, case.rows)
+    assert_alike((ours, logits, q), ((z,), *case.outputs(params, z)))
+    assert set(params["z_init"]) == {"L"}
+
+
+@pytest.mark.parametrize("unroll", [False, True], ids=["looped", "unrolled"])
+def test_separate_nets_written_out(unroll: bool) -> None:
+    case = WrittenOut(separate_nets=True)
+    params, x, z_H, z_L = case.params, case.x(case.params), case.start("H"), case.start("L")
+    for _ in range(3):
+        for _ in range(4):
+            z_L = written_out(params["layers_L"], z_L + z_H + x)
+        z_H = written_out(params["layers_H"], z_H + z_L)
+    config = case.config.model_copy(update={"unroll": unroll})
+    ours, logits, q = forward(config, params, case.tokens, case.rows)
+    assert_alike((ours, logits, q), ((z_H, z_L), *case.outputs(params, z_H)))
+    weights = [np.asarray(x).reshape(-1) for x in jax.tree.leaves((params["layers_H"], params["layers_L"]))]
+    assert len({x[:8].tobytes() for x in weights}) == len(weights)  # no two of them start alike
+
+
+def test_separate_nets_have_twice_the_weights_and_one_net_is_as_before() -> None:
+    shared, separate = (trm.init(make(separate_nets=on), SHAPE, jax.random.key(0)) for on in (False, True))
+    assert jax.tree.map(jnp.shape, shared["layers"]) == jax.tree.map(jnp.shape, separate["layers_H"])
+    assert_alike(shared["layers"], separate["layers_L"], 1e-9)
+    assert set(shared) == {"embed", "layers", "head", "q_head", "z_init", "puzzle_table"}
+    assert set(separate) - set(shared) == {"layers_H", "layers_L"}
+    assert set(shared) - set(separate) == {"layers"}
+
+
+@pytest.mark.parametrize(
+    "variant", [{}, {"separate_nets": True}, {"single_z": True}], ids=["plain", "separate", "single"]
+)
+def test_a_one_step_gradient_goes_through_the_last_update_of_each_state_only(variant: dict[str, bool]) -> None:
+    """The states before the last two updates are computed apart, and are constants of what is differentiated."""
+    case = WrittenOut(one_step_gradient=True, **variant)
+    single, separate = case.config.single_z, case.config.separate_nets
+
+    def think(params, z_H, z_L):
+        net = params["layers_L" if separate else "layers"]
+        return written_out(net, z_L + case.x(params) + (0 if single else z_H))
+
+    def answer(params, z_H, z_L):
+        return written_out(params["layers_H" if separate else "layers"], z_L if single else z_H + z_L)
+
+    z_H, z_L = case.start("L" if single else "H"), case.start("L")
+    for turn in range(3):
+        for _ in range(4 if turn < 2 else 3):
+            z_L = think(case.params, z_H, z_L)
+        if turn < 2:
+            z_H = answer(case.params, z_H, z_L)
+            z_L = z_H if single else z_L
+
+    def theirs(params):
+        logits, q = case.outputs(params, answer(params, z_H, think(params, z_H, z_L)))
+        return jnp.sum(logits**2) + jnp.sum(q**2)
+
+    def ours(params, config=case.config):
+        z = trm.initial_z(config, params, 4, 9)
+        _, logits, q = trm.apply(config, params, z, case.tokens, case.rows)
+        return jnp.sum(logits**2) + jnp.sum(q**2)
+
+    differentiate = jax.jit(jax.value_and_grad(ours), static_argnums=1)
+    (our_loss, found), (loss, expected) = differentiate(case.params), jax.jit(jax.value_and_grad(theirs))(case.params)
+    assert float(our_loss) == pytest.approx(float(loss), rel=1e-4)
+    trained = [name for name in found if name not in ("z_init", "puzzle_table")]
+    assert_alike(*({name: grads[name] for name in trained} for grads in (found, expected)), 1e-3)
+    # The forward pass is that of the whole gradient; the gradient is not.
+    whole = case.config.model_copy(update={"one_step_gradient": False})
+    whole_loss, other = differentiate(case.params, whole)
+    assert float(whole_loss) == pytest.approx(float(loss), rel=1e-4)
+    assert np.linalg.norm(other["embed"]["tokens"] - found["embed"]["tokens"]) > 1e-2
+
+
+VARIANTS = {
+    "plain": {},
+    "single z": {"single_z": True},
+    "separate nets": {"separate_nets": True},
+    "one-step gradient": {"one_step_gradient": True},
+    "remat": {"remat": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("variant", "unroll"),
+    [
+        pytest.param(name, unroll, marks=() if (name, unroll) == ("plain", False) else pytest.mark.slow)
+        for name in VARIANTS
+        for unroll in (False, True)
+    ],
+)
+def test_fewer_cycles_in_a_deep_program_are_a_shallow_model(variant: str, unroll: bool) -> None:
+    """State, outputs and gradients: cycles that are not wanted yet leave no trace. One program for all depths."""
+    deep = make(H_cycles=3, L_cycles=3, unroll=unroll, **VARIANTS[variant])
+    params = trm.init(deep, SHAPE, jax.random.key(0))
+    tokens, rows = jax.random.randint(jax.random.key(1), (4, 9), 0, 5), jnp.ones((4, 20))
+
+    def loss(params, rows, config, cycles):
+        z, logits, q = trm.apply(config, params, trm.initial_z(config, params, 4, 9), tokens, rows, None, cycles)
+        return jnp.sum(logits**2) + jnp.sum(q**2), (z, logits, q)
+
+    differentiate = jax.grad(loss, argnums=(0, 1), has_aux=True)
+    masked = jax.jit(lambda params, rows, cycles: differentiate(params, rows, deep, cycles))
+    seen = []
+    for H, L in ((1, 1), (2, 3), (3, 2)):
+        shallow = deep.model_copy(update={"H_cycles": H, "L_cycles": L})
+        expected = jax.jit(differentiate, static_argnums=(2, 3))(params, rows, shallow, None)
+        found = masked(params, rows, trm.Cycles(jnp.int32(H), jnp.int32(L)))
+        assert_alike(found, expected, 1e-3)
+        seen.append(np.asarray(expected[1][1]).tobytes())
+    assert len(set(seen)) == len(seen)
+    assert masked._cache_size() == 1
+
+
+def test_flops_follow_the_variant() -> None:
+    def count(**changes) -> int:
+        return trm.count_matmul_flops(make(H_cycles=3, L_cycles=4, **changes), SHAPE)
+
+    config = make(H_cycles=3, L_cycles=4)
+    net, head = trm.count_net_flops(config, SHAPE), trm.count_head_flops(config, SHAPE, training=True)
+    assert count() == (3 * 5 + 2 * 5) * net + head
+    assert count(single_z=True) == count(separate_nets=True) == count()
+    assert count(one_step_gradient=True) == (3 * 5 + 2 * 2) * net + head
+
+
 @pytest.mark.parametrize(("mixing", "tera"), [(trm.MlpMixing(), 32.8), (trm.AttentionMixing(num_heads=8), 36.6)])
 def test_flops_of_the_paper_s_model(mixing, tera: float) -> None:
     config = make(

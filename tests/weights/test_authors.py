@@ -47,6 +47,29 @@ def test_a_file_survives_the_way_in_and_out(tmp_path: Path, name: str, prefix: s
         assert torch.equal(value, theirs[prefix + key]), key
 
 
+@pytest.mark.parametrize("name", ["trm_mlp", "trm_attention"])
+def test_a_single_z_and_separate_nets_have_the_authors_names(name: str) -> None:
+    """Their single z starts from L_init; their separate nets, HRM's, are H_level and L_level."""
+    single = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like(name, single_z=True))
+    names = torch_weights.to_state_dict(single)
+    assert "inner.L_init" in names
+    assert "inner.H_init" not in names
+    shapes = like(name, separate_nets=True)
+    random = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), shapes)
+    theirs = torch_weights.to_state_dict(params)
+    assert (
+        theirs["inner.H_level.layers.1.mlp.down_proj.weight"].tolist()
+        == params["layers_H"]["mlp"]["down"][1].T.tolist()
+    )
+    assert (
+        theirs["inner.L_level.layers.0.mlp.down_proj.weight"].tolist()
+        == params["layers_L"]["mlp"]["down"][0].T.tolist()
+    )
+    back = torch_weights.from_state_dict(theirs, shapes)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(params), strict=True))
+
+
 def test_another_model_is_refused_with_what_differs(tmp_path: Path) -> None:
     state_dict = torch_weights.read_state_dict(authors_file(tmp_path, "trm_mlp"))
     with pytest.raises(UserError) as caught:

@@ -1,8 +1,11 @@
 """The Tiny Recursive Model (arXiv 2510.04871): one small network applied again and again to an answer z_H and a scratch
 state z_L. Only the last of the H cycles carries gradients.
 
+The paper's ablations are config: `single_z`, `separate_nets`, `one_step_gradient`.
+
 Parameters are a dict; the top-level keys are groups that the optimizer treats differently:
     embed, layers, head, q_head   trained; each leaf of `layers` is stacked over the layers
+    layers_L, layers_H            with separate nets, in place of `layers`
     z_init                        the fixed vectors that z starts from, never trained
     puzzle_table                  one row per puzzle identifier, updated by rows (absent without puzzle embeddings)
 
@@ -73,6 +76,9 @@ class TrmConfig(Config):
     mlp_multiple_of: PositiveInt = 256  # inner widths are rounded up to this
     mixing: Annotated[MlpMixing | AttentionMixing, Field(discriminator="kind")]
     puzzle_embedding: Annotated[PuzzleTable | NoPuzzleTable, Field(discriminator="kind")]
+    single_z: bool = False  # one state that is answer and scratch at once
+    separate_nets: bool = False  # one network for z_L and one for z_H, as in HRM
+    one_step_gradient: bool = False  # only through the last update of z_L and of z_H, as in HRM
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # of the forward pass; weights are float32
     remat: bool = False  # recompute activations in the backward pass: less memory, about a third more work
     unroll: bool = False  # unroll cycles and layers: slower to compile, usually faster to run
@@ -113,6 +119,19 @@ class Z(NamedTuple):
     L: Array
 
 
+class SingleZ(NamedTuple):
+    """The one state of `single_z`, [B, T, D]. The authors' weights call its start L, too."""
+
+    L: Array
+
+
+class Cycles(NamedTuple):
+    """How deep the recursion goes at one step of a run: int32, from 1 to the config's `H_cycles` and `L_cycles`."""
+
+    H: Array
+    L: Array
+
+
 def num_puzzle_positions(config: TrmConfig) -> int:
     return config.puzzle_embedding.length if isinstance(config.puzzle_embedding, PuzzleTable) else 0
 
@@ -127,50 +146,63 @@ def init(config: TrmConfig, shape: PuzzleShape, key: Array) -> Params:
     embed = {"tokens": layers.truncated_normal(keys["tokens"], (shape.vocab_size, D), 1 / math.sqrt(D))}
     if isinstance(config.mixing.positions, Learned):
         embed["positions"] = layers.truncated_normal(keys["positions"], (T, D), 1 / math.sqrt(D))
-    if isinstance(config.mixing, MlpMixing):
-        mixing = {"token_mlp": layers.swiglu_init(keys["mixing"], config.num_layers, T, inner(T))}
-    else:
-        mixing = {"attention": layers.attention_init(keys["mixing"], config.num_layers, D, config.mixing.num_heads)}
+
+    def net(mixing_key: Array, mlp_key: Array) -> Params:
+        if isinstance(config.mixing, MlpMixing):
+            mixing = {"token_mlp": layers.swiglu_init(mixing_key, config.num_layers, T, inner(T))}
+        else:
+            mixing = {"attention": layers.attention_init(mixing_key, config.num_layers, D, config.mixing.num_heads)}
+        return mixing | {"mlp": layers.swiglu_init(mlp_key, config.num_layers, D, inner(D))}
+
+    nets = {"layers_L" if config.separate_nets else "layers": net(keys["mixing"], keys["mlp"])}
+    if config.separate_nets:  # the first net splits these keys in two
+        nets["layers_H"] = net(*(jax.random.fold_in(keys[name], 2) for name in ("mixing", "mlp")))
     params: Params = {
         "embed": embed,
-        "layers": mixing | {"mlp": layers.swiglu_init(keys["mlp"], config.num_layers, D, inner(D))},
+        **nets,
         "head": layers.linear_init(keys["head"], (D, shape.vocab_size)),
         # Zero weights and a bias of -5: a fresh model does not think that it has finished.
         "q_head": {"weight": jnp.zeros((D, 2)), "bias": jnp.full((2,), -5.0, jnp.float32)},
-        "z_init": {name: layers.truncated_normal(keys[name], (D,), 1.0) for name in ("H", "L")},
+        "z_init": {name: layers.truncated_normal(keys[name], (D,), 1.0) for name in _states(config)},
     }
     if isinstance(config.puzzle_embedding, PuzzleTable):
         params["puzzle_table"] = jnp.zeros((shape.num_identifiers, config.puzzle_embedding.width))
     return params
 
 
+def _states(config: TrmConfig) -> tuple[str, ...]:
+    return ("L",) if config.single_z else ("H", "L")
+
+
 def sharding_rules(config: TrmConfig) -> Rules:
     """`fsdp` splits a width that the data do not decide: positions and vocabulary are odd numbers."""
     tensor_fsdp = ("tensor", "fsdp")
+    net = r"layers_[HL]" if config.separate_nets else "layers"
     rules = [
         (r"embed\..*", PartitionSpec(None, "fsdp")),
-        (r"layers\.mlp\.gate_up", PartitionSpec(None, "fsdp", None, "tensor")),
-        (r"layers\.mlp\.down", PartitionSpec(None, "tensor", "fsdp")),
+        (rf"{net}\.mlp\.gate_up", PartitionSpec(None, "fsdp", None, "tensor")),
+        (rf"{net}\.mlp\.down", PartitionSpec(None, "tensor", "fsdp")),
         (r"head", PartitionSpec("fsdp")),
         (r"q_head\..*", PartitionSpec()),
         (r"z_init\..*", PartitionSpec()),
     ]
     if isinstance(config.mixing, MlpMixing):
-        rules.append((r"layers\.token_mlp\.gate_up", PartitionSpec(None, None, None, tensor_fsdp)))
-        rules.append((r"layers\.token_mlp\.down", PartitionSpec(None, tensor_fsdp)))
+        rules.append((rf"{net}\.token_mlp\.gate_up", PartitionSpec(None, None, None, tensor_fsdp)))
+        rules.append((rf"{net}\.token_mlp\.down", PartitionSpec(None, tensor_fsdp)))
     else:
-        rules.append((r"layers\.attention\.qkv", PartitionSpec(None, "fsdp", None, "tensor")))
-        rules.append((r"layers\.attention\.out", PartitionSpec(None, "tensor", None, "fsdp")))
+        rules.append((rf"{net}\.attention\.qkv", PartitionSpec(None, "fsdp", None, "tensor")))
+        rules.append((rf"{net}\.attention\.out", PartitionSpec(None, "tensor", None, "fsdp")))
     if isinstance(config.puzzle_embedding, PuzzleTable):
         # Whole on every device: it has no optimizer state, and a split one would be put together at each look-up.
         rules.append((r"puzzle_table", PartitionSpec()))
     return rules
 
 
-def initial_z(config: TrmConfig, params: Params, batch_size: int, num_tokens: int) -> Z:
+def initial_z(config: TrmConfig, params: Params, batch_size: int, num_tokens: int) -> Z | SingleZ:
     shape = (batch_size, num_puzzle_positions(config) + num_tokens, config.hidden_size)
     start = params["z_init"]
-    return Z(*(jnp.broadcast_to(start[name].astype(config.dtype), shape) for name in ("H", "L")))
+    states = (jnp.broadcast_to(start[name].astype(config.dtype), shape) for name in _states(config))
+    return SingleZ(*states) if config.single_z else Z(*states)
 
 
 def embed(config: TrmConfig, params: Params, tokens_BS: Array, rows_BE: Array | None) -> Array:
@@ -189,24 +221,27 @@ def embed(config: TrmConfig, params: Params, tokens_BS: Array, rows_BE: Array | 
     return math.sqrt(config.hidden_size) * x_BTD
 
 
-def make_net(config: TrmConfig, num_positions: int, gather: Gather | None) -> Callable[[Params, Array, Array], Array]:
+def make_net(
+    config: TrmConfig, num_positions: int, gather: Gather | None
+) -> Callable[[Params, Array, Array | None], Array]:
     """The network of the recursion: `net(layers, h, injection) -> h`."""
     mixing = config.mixing
+    group = "layers_L" if config.separate_nets else "layers"  # of two nets, both are split alike
     rope = None
     if isinstance(mixing, AttentionMixing) and isinstance(mixing.positions, Rope):
         rope = layers.rope_tables(num_positions, config.hidden_size // mixing.num_heads, mixing.positions.theta)
 
     def block(x_BTD: Array, layer: Params) -> Array:
         if gather is not None:
-            layer = gather("layers", layer)
+            layer = gather(group, layer)
         if isinstance(mixing, AttentionMixing):
             x_BTD = layers.rms_norm(x_BTD + layers.attention(layer["attention"], x_BTD, rope))
         else:
             x_BTD = layers.rms_norm(x_BTD + layers.token_swiglu(layer["token_mlp"], x_BTD), axis=1)
         return layers.rms_norm(x_BTD + layers.swiglu(layer["mlp"], x_BTD))
 
-    def net(stacked: Params, h_BTD: Array, injection_BTD: Array) -> Array:
-        x_BTD = h_BTD + injection_BTD
+    def net(stacked: Params, h_BTD: Array, injection_BTD: Array | None) -> Array:
+        x_BTD = h_BTD if injection_BTD is None else h_BTD + injection_BTD
         if config.unroll:
             for i in range(config.num_layers):
                 x_BTD = block(x_BTD, jax.tree.map(lambda weight, i=i: weight[i], stacked))
@@ -217,48 +252,95 @@ def make_net(config: TrmConfig, num_positions: int, gather: Gather | None) -> Ca
 
 
 def apply(
-    config: TrmConfig, params: Params, z: Z, tokens_BS: Array, rows_BE: Array | None, gather: Gather | None = None
-) -> tuple[Z, Array, Array]:
+    config: TrmConfig,
+    params: Params,
+    z: Z | SingleZ,
+    tokens_BS: Array,
+    rows_BE: Array | None,
+    gather: Gather | None = None,
+    cycles: Cycles | None = None,
+) -> tuple[Z | SingleZ, Array, Array]:
     """One supervision step: the new z (detached), logits [B, S, V], and float32 halting logits [B, 2].
 
-    With `gather`, weights that lie split over devices are made whole where they are used.
+    With `gather`, weights that lie split over devices are made whole where they are used. With `cycles`, only so many
+    of the config's cycles take effect.
     """
     if gather is not None:
         params = params | {name: gather(name, params[name]) for name in ("embed", "head")}
     x_BTD = embed(config, params, tokens_BS, rows_BE)
     net = make_net(config, x_BTD.shape[1], gather)
+    weights = {name: params[f"layers_{name}" if config.separate_nets else "layers"] for name in ("H", "L")}
+    live_H, live_L = cycles or (None, None)
 
-    def cycle(stacked: Params, x: Array, z: Z) -> Z:
-        z_L = _repeat(lambda z_L: net(stacked, z_L, z.H + x), z.L, config.L_cycles, config.unroll)
-        return Z(net(stacked, z.H, z_L), z_L)
+    def think(weights: Params, x: Array, z: Any, times: int, live: Array | None) -> Any:
+        """Updates of the scratch state alone."""
 
-    detached = jax.lax.stop_gradient((params["layers"], x_BTD))
-    z = _repeat(lambda z: cycle(*detached, z), z, config.H_cycles - 1, config.unroll)
-    z = cycle(params["layers"], x_BTD, jax.lax.stop_gradient(z))
+        def update(z_L: Array) -> Array:
+            return net(weights["L"], z_L, x if isinstance(z, SingleZ) else z.H + x)
 
-    logits_BSV = layers.linear(z.H[:, num_puzzle_positions(config) :], params["head"])
+        return z._replace(L=_repeat(update, z.L, times, config.unroll, live))
+
+    def answer(weights: Params, z: Any) -> Any:
+        if isinstance(z, SingleZ):
+            return SingleZ(net(weights["H"], z.L, None))
+        return z._replace(H=net(weights["H"], z.H, z.L))
+
+    def cycle(z: Any) -> Any:
+        return answer(detached[0], think(*detached, z, config.L_cycles, live_L))
+
+    detached = jax.lax.stop_gradient((weights, x_BTD))
+    z = _repeat(cycle, z, config.H_cycles - 1, config.unroll, None if live_H is None else live_H - 1)
+    if config.one_step_gradient:
+        z = think(*detached, z, config.L_cycles - 1, None if live_L is None else live_L - 1)
+        z = think(weights, x_BTD, jax.lax.stop_gradient(z), 1, None)
+    else:
+        z = think(weights, x_BTD, jax.lax.stop_gradient(z), config.L_cycles, live_L)
+    z = answer(weights, z)
+
+    answer_BTD = z.L if isinstance(z, SingleZ) else z.H
+    logits_BSV = layers.linear(answer_BTD[:, num_puzzle_positions(config) :], params["head"])
     q_head = params["q_head"]
-    q_B2 = layers.linear(z.H[:, 0], q_head["weight"]) + q_head["bias"].astype(z.H.dtype)[None]
+    q_B2 = layers.linear(answer_BTD[:, 0], q_head["weight"]) + q_head["bias"].astype(answer_BTD.dtype)[None]
     return jax.lax.stop_gradient(z), logits_BSV, q_B2.astype(jnp.float32)
 
 
-def _repeat(body: Callable[[Any], Any], carry: Any, times: int, unroll: bool) -> Any:
+def _repeat(body: Callable[[Any], Any], carry: Any, times: int, unroll: bool, live: Array | None = None) -> Any:
+    """`live`: how many of the times take effect, where a run decides that as it goes. The others cost nothing, unless
+    `vmap` is over runs that differ in it."""
+
+    def turn(carry: Any, i: Any) -> Any:
+        return body(carry) if live is None else jax.lax.cond(i < live, body, lambda carry: carry, carry)
+
     if unroll:
-        for _ in range(times):
-            carry = body(carry)
+        for i in range(times):
+            carry = turn(carry, i)
         return carry
-    return jax.lax.scan(lambda carry, _: (body(carry), None), carry, length=times)[0]
+    numbers = None if live is None else jnp.arange(times)
+    return jax.lax.scan(lambda carry, i: (turn(carry, i), None), carry, numbers, length=times)[0]
 
 
-def count_matmul_flops(config: TrmConfig, shape: PuzzleShape, *, training: bool = True) -> int:
-    """Floating-point operations of one step for one example, with or without its backward pass: matrix products only,
-    nothing recomputed."""
+def count_applications(config: TrmConfig, H_cycles: Any, L_cycles: Any, *, training: bool) -> Any:
+    """Of the net in one step, each pass backward counted as two. Integers, or arrays of them."""
+    differentiated = 2 if config.one_step_gradient else L_cycles + 1  # in the last cycle only
+    return H_cycles * (L_cycles + 1) + 2 * training * differentiated
+
+
+def count_net_flops(config: TrmConfig, shape: PuzzleShape) -> int:
+    """Of one application to one example: matrix products only."""
     D, T = config.hidden_size, num_puzzle_positions(config) + shape.seq_len
     inner_D = layers.swiglu_width(D, config.expansion, config.mlp_multiple_of)
     inner_T = layers.swiglu_width(T, config.expansion, config.mlp_multiple_of)
     mlp = T * 3 * D * inner_D
     mix = D * 3 * T * inner_T if isinstance(config.mixing, MlpMixing) else T * 4 * D * D + 2 * T * T * D
-    calls = config.L_cycles + 1
-    applications = (config.H_cycles + 2 * training) * calls  # only the last cycle is differentiated
-    head = (1 + 2 * training) * shape.seq_len * D * shape.vocab_size
-    return 2 * (config.num_layers * (mlp + mix) * applications + head)
+    return 2 * config.num_layers * (mlp + mix)
+
+
+def count_head_flops(config: TrmConfig, shape: PuzzleShape, *, training: bool) -> int:
+    return 2 * (1 + 2 * training) * shape.seq_len * config.hidden_size * shape.vocab_size
+
+
+def count_matmul_flops(config: TrmConfig, shape: PuzzleShape, *, training: bool = True) -> int:
+    """Floating-point operations of one step for one example, with or without its backward pass: matrix products only,
+    nothing recomputed."""
+    applications: int = count_applications(config, config.H_cycles, config.L_cycles, training=training)
+    return count_net_flops(config, shape) * applications + count_head_flops(config, shape, training=training)

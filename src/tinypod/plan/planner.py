@@ -178,7 +178,7 @@ def make_plan(
 ) -> Plan:
     """`hardware`: the fields of a plan that depend on the slice or the devices at hand."""
     train_hours = eval_hours = None
-    notes = [] if analysis.work is None else analysis.work.notes()
+    notes = [*task.notes, *([] if analysis.work is None else analysis.work.notes())]
     stages, parts = analysis.mesh["pipeline"], config.accumulation
     bubble = (stages - 1) / (parts + stages - 1)
     if stages > 1:

@@ -14,7 +14,7 @@ from tinypod.experiment import Experiment
 from tinypod.models import trm
 from tinypod.solve.display import Refinement
 from tinypod.tasks.puzzle import PuzzleTaskConfig, open_data
-from tinypod.tasks.puzzle_scores import run_steps
+from tinypod.tasks.puzzle_scores import run_steps, stop_logit
 
 HELD_OUT = 200  # held-out puzzles among which the one that took longest to solve is shown
 REFINED_AT_ONCE = 256  # puzzles
@@ -48,13 +48,13 @@ def refine(
     experiment: Experiment, params: trm.Params, inputs_BS: np.ndarray, steps: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The answer (tokens [steps, B, S]) and the halting probability ([steps, B]) after each step."""
-    gather = sharding.make_gather(experiment.mesh, experiment.specs)
+    gather, config = sharding.make_gather(experiment.mesh, experiment.specs), experiment.config
 
     @jax.jit
     def run(params: trm.Params, inputs: Array) -> tuple[Array, Array]:
         identifiers = jnp.zeros(inputs.shape[0], jnp.int32)
-        answers, q = run_steps(experiment.config.model, params, inputs, identifiers, steps, gather)
-        return answers, jax.nn.sigmoid(q)
+        answers, q = run_steps(config.model, params, inputs, identifiers, steps, gather)
+        return answers, jax.nn.sigmoid(stop_logit(q, continues=config.task.continue_loss))
 
     parts = [inputs_BS[i : i + REFINED_AT_ONCE] for i in range(0, len(inputs_BS), REFINED_AT_ONCE)]
     done = [jax.device_get(run(params, jnp.asarray(part, jnp.int32))) for part in parts]

@@ -19,9 +19,11 @@ def shape_of(config: ExperimentConfig) -> str:
     pattern = "|".join([_SETTINGS, *KINDS[config.task.kind].varied])
 
     def without_settings(tree: Any, path: str) -> Any:
+        if tree is not None and re.fullmatch(pattern, path):
+            return "a setting"
         if isinstance(tree, dict):
             return {key: without_settings(value, f"{path}.{key}" if path else key) for key, value in tree.items()}
-        return "a setting" if tree is not None and re.fullmatch(pattern, path) else tree
+        return tree
 
     tree = without_settings(config.model_dump(mode="json"), "")
     tree["optimizer"].pop("batch_scaling")  # a factor of the rates

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 from rich.console import Console
 
 from tinypod.config import Config
@@ -26,7 +26,18 @@ from tinypod.runs.storage import is_remote
 from tinypod.sharding import ANYWHERE, Gather, Placement, replicated
 from tinypod.tasks import puzzle_scores
 from tinypod.tasks.feed import ResidentFeed
-from tinypod.tasks.puzzle_scores import ACCURACIES, TABLE, score
+from tinypod.tasks.puzzle_schedule import (
+    ConstantOrLinear,
+    Stage,
+    check_depth,
+    check_order,
+    curriculum_settings,
+    cycles_of,
+    describe_curriculum,
+    exploration_settings,
+    make_at_step,
+)
+from tinypod.tasks.puzzle_scores import ACCURACIES, TABLE, score, stop_logit
 from tinypod.tasks.task import Draw, Evaluation, Task, TaskKind
 
 
@@ -43,14 +54,23 @@ class Softmax(Config):
 
 class Halting(Config):
     max_steps: PositiveInt = 16
-    exploration: Annotated[float, Field(ge=0, le=1)] = 0.1  # share of rows made to think on for a random while
+    exploration: ConstantOrLinear = 0.1  # share of rows made to think on for a random while
 
 
 class PuzzleTaskConfig(Config):
     kind: Literal["puzzle"] = "puzzle"
     loss: Annotated[Stablemax | Softmax, Field(discriminator="kind")] = Stablemax()
     q_loss_weight: NonNegativeFloat = 0.5
+    # HRM's Q-learning: a second head learns what going on is worth, from what both heads say one step later. Costs a
+    # second forward pass.
+    continue_loss: bool = False
     halting: Halting = Halting()
+    curriculum: Annotated[list[Stage], Field(default=[])]  # then the model's own cycles; evaluation always has those
+
+    @model_validator(mode="after")
+    def _stages_follow(self) -> "PuzzleTaskConfig":
+        check_order(self.curriculum)
+        return self
 
 
 class PuzzleDataConfig(Config):
@@ -88,7 +108,8 @@ def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> 
     model: trm.TrmConfig = config.model
     info, batch_size = opened.info, config.batch_size
     shape = trm.PuzzleShape(info.seq_len, info.vocab_size, info.num_identifiers)
-    max_steps = config.task.halting.max_steps
+    check_depth(config.task.curriculum, model)
+    max_steps, continues = config.task.halting.max_steps, config.task.continue_loss
     has_table = isinstance(model.puzzle_embedding, trm.PuzzleTable)
     sampler = make_sampler(config.data, info)
 
@@ -103,10 +124,12 @@ def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> 
 
     def open_evaluation(split: str | None) -> Evaluation:
         held_out = puzzles.read_split(*opened, split or config.data.eval_split)
-        return puzzle_scores.evaluation(model, held_out, info.sources, max_steps, placement.gather)
+        return puzzle_scores.evaluation(model, held_out, info.sources, max_steps, placement.gather, continues=continues)
 
     def flops(training: bool) -> int:
-        return trm.count_matmul_flops(model, shape, training=training) * (1 if training else max_steps)
+        if training:
+            return int(train_flops(config.task, model, shape, model.H_cycles, model.L_cycles))
+        return trm.count_matmul_flops(model, shape, training=False) * max_steps
 
     held_out, rules = info.splits.get(config.data.eval_split), trm.sharding_rules(model)
     return Task(
@@ -117,10 +140,14 @@ def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> 
         draw=draw,
         begin=lambda params, carry, batch: take_examples(model, params, carry, batch["example"]),
         lookup=lambda carry: {TABLE: carry["example"]["identifiers"]} if has_table else {},
-        loss=make_loss(config.task, model, placement.gather),
+        loss=make_loss(config.task, model, shape, placement.gather),
         rules=rules,
         prepared_rules=rules,
-        varied={"exploration": config.task.halting.exploration, "q_loss_weight": config.task.q_loss_weight},
+        varied={
+            "q_loss_weight": config.task.q_loss_weight,
+            **exploration_settings(config.task.halting.exploration),
+            **curriculum_settings(config.task.curriculum, model),
+        },
         frozen=(r"z_init\..*",),
         tables=(TABLE,) if has_table else (),
         scaled=(),
@@ -131,10 +158,12 @@ def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> 
         summarise=summarise,
         headline=puzzle_scores.HEADLINE,
         unit="puzzles",
-        description=f"{model.mixing.kind} mixing, {model.dtype}, puzzles of {info.seq_len} cells",
+        description=describe(config.task, model, info),
         train_rows=count_training(opened, config.data),
         held_out_rows=held_out.rows if held_out else None,
         flops=flops,
+        at_step=make_at_step(len(config.task.curriculum)),
+        notes=describe_curriculum(config.task.curriculum, model),
     )
 
 
@@ -190,13 +219,37 @@ KIND = TaskKind(
     trm.TrmConfig,
     open_data,
     build_task,
-    changeable=(r"task\.(halting\.exploration|q_loss_weight)", r"data\.expected.*"),
+    changeable=(r"task\.(halting\.exploration|q_loss_weight|curriculum)(\..*)?", r"data\.expected.*"),
     varied=(r"task\.(halting\.exploration|q_loss_weight)",),
     resident=True,
 )
 
 
-def make_loss(config: PuzzleTaskConfig, model: trm.TrmConfig, gather: Gather | None) -> Callable[..., Any]:
+def describe(config: PuzzleTaskConfig, model: trm.TrmConfig, info: puzzles.DatasetInfo) -> str:
+    changed = {
+        "single z": model.single_z,
+        "separate nets": model.separate_nets,
+        "one-step gradient": model.one_step_gradient,
+        "continue loss": config.continue_loss,
+    }
+    parts = [f"{model.mixing.kind} mixing", *(name for name, on in changed.items() if on), model.dtype]
+    return f"{', '.join(parts)}, puzzles of {info.seq_len} cells"
+
+
+def train_flops(
+    config: PuzzleTaskConfig, model: trm.TrmConfig, shape: trm.PuzzleShape, H_cycles: Any, L_cycles: Any
+) -> Any:
+    """Matrix products of one row in a training step of that depth, an integer or an array."""
+    applications = trm.count_applications(model, H_cycles, L_cycles, training=True)
+    if config.continue_loss:  # one more forward pass, whose answer is not read
+        applications += trm.count_applications(model, H_cycles, L_cycles, training=False)
+    net, head = trm.count_net_flops(model, shape), trm.count_head_flops(model, shape, training=True)
+    return float(net) * applications + float(head)  # floats: more than an int32 of the program holds
+
+
+def make_loss(
+    config: PuzzleTaskConfig, model: trm.TrmConfig, shape: trm.PuzzleShape, gather: Gather | None
+) -> Callable[..., Any]:
     def loss(
         params: trm.Params,
         table_rows: dict[str, Array],
@@ -204,23 +257,36 @@ def make_loss(config: PuzzleTaskConfig, model: trm.TrmConfig, gather: Gather | N
         batch: dict[str, Any],
         varied: dict[str, Array],
     ) -> tuple[Array, tuple[dict[str, Any], dict[str, Array]]]:
-        z, logits, q = trm.apply(model, params, carry["z"], carry["example"]["inputs"], table_rows.get(TABLE), gather)
+        cycles = cycles_of(varied) if config.curriculum else None
+        tokens, rows = carry["example"]["inputs"], table_rows.get(TABLE)
+        z, logits, q = trm.apply(model, params, carry["z"], tokens, rows, gather, cycles)
         scores = score(jnp.argmax(logits, axis=-1), q[:, 0], carry["example"]["labels"])
         lm_loss = _cell_losses(config, logits, carry["example"]["labels"])
         q_loss = _binary_cross_entropy(q[:, 0], scores["exact_accuracy"])
-        total = jnp.sum(lm_loss) + varied["q_loss_weight"] * jnp.sum(q_loss)
-
+        q_losses = {"q_loss": jnp.sum(q_loss)}
         steps = carry["steps"] + 1
-        halted = (steps >= config.halting.max_steps) | ((q[:, 0] > 0) & (steps >= batch["min_steps"]))
+        last = steps >= config.halting.max_steps
+        if config.continue_loss:
+            fixed = jax.lax.stop_gradient((params, rows))
+            next_q = trm.apply(model, fixed[0], z, tokens, fixed[1], gather, cycles)[2]
+            worth = jax.nn.sigmoid(jnp.where(last, next_q[:, 0], jnp.max(next_q, axis=-1)))
+            q_losses["q_continue_loss"] = jnp.sum(_binary_cross_entropy(q[:, 1], worth))
+        total = jnp.sum(lm_loss) + varied["q_loss_weight"] * sum(q_losses.values())
+
+        halted = last | ((stop_logit(q, continues=config.continue_loss) > 0) & (steps >= batch["min_steps"]))
         finished = (halted & (scores["labelled"] > 0)).astype(jnp.float32)
         sums = {name: jnp.sum(scores[name] * finished) for name in ACCURACIES} | {
             "loss": total,
             "weight": jnp.float32(steps.shape[0]),
             "lm_loss": jnp.sum(lm_loss),
-            "q_loss": jnp.sum(q_loss),
+            **q_losses,
             "finished": jnp.sum(finished),
             "steps": jnp.sum(steps.astype(jnp.float32) * finished),
         }
+        if cycles is not None:
+            flops = train_flops(config, model, shape, *(x.astype(jnp.float32) for x in cycles))
+            of_row = {"H_cycles": varied["H_cycles"], "L_cycles": varied["L_cycles"], "flops": flops}
+            sums |= {name: value * sums["weight"] for name, value in of_row.items()}
         return total, ({"z": z, "steps": steps, "halted": halted, "example": carry["example"]}, sums)
 
     return loss
@@ -258,7 +324,8 @@ def take_examples(
 
 def summarise(sums: Mapping[str, float]) -> dict[str, float]:
     """Losses are means over all rows; scores are means over the rows that finished, if any did."""
-    metrics = {name: sums[name] / sums["weight"] for name in ("loss", "lm_loss", "q_loss")}
+    of_rows = ("loss", "lm_loss", "q_loss", "q_continue_loss", "H_cycles", "L_cycles")  # the last three: in some runs
+    metrics = {name: sums[name] / sums["weight"] for name in of_rows if name in sums}
     if sums["finished"]:
         metrics |= {name: sums[name] / sums["finished"] for name in (*ACCURACIES, "steps")}
     return metrics

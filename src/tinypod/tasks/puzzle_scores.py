@@ -38,7 +38,21 @@ def score(answers_BS: Array, q_halt_B: Array, labels_BS: Array) -> dict[str, Arr
     }
 
 
-def evaluation(model: trm.TrmConfig, split: Split, sources: list[str], steps: int, gather: Gather | None) -> Evaluation:
+def stop_logit(q: Array, *, continues: bool) -> Array:
+    """Above 0 where the model would stop: of the halting logits [..., 2], the first, or its lead over the second where
+    that one was trained, too (task.continue_loss)."""
+    return q[..., 0] - q[..., 1] if continues else q[..., 0]
+
+
+def evaluation(
+    model: trm.TrmConfig,
+    split: Split,
+    sources: list[str],
+    steps: int,
+    gather: Gather | None,
+    *,
+    continues: bool = False,
+) -> Evaluation:
     def read(start: int, stop: int) -> dict[str, np.ndarray]:
         labels = split.labels[start:stop].astype(np.int32)
         return {
@@ -51,8 +65,8 @@ def evaluation(model: trm.TrmConfig, split: Split, sources: list[str], steps: in
     def score_batch(params: trm.Params, batch: dict[str, Array]) -> dict[str, Array]:
         """Sums [sources]."""
         answers, q = run_steps(model, params, batch["inputs"], batch["identifiers"], steps, gather)
-        scores = score(answers[-1].astype(jnp.int32), q[-1], batch["labels"])
-        stops = (q > 0).at[-1].set(True)
+        scores = score(answers[-1].astype(jnp.int32), q[-1, :, 0], batch["labels"])
+        stops = (stop_logit(q, continues=continues) > 0).at[-1].set(True)
         values = {name: scores[name] for name in ACCURACIES} | {
             "steps": 1 + jnp.argmax(stops, axis=0).astype(jnp.float32),
             "count": jnp.ones_like(batch["count"]),
@@ -71,13 +85,13 @@ def run_steps(
     steps: int,
     gather: Gather | None = None,
 ) -> tuple[Array, Array]:
-    """From scratch: the answer (tokens uint8 [steps, B, S]) and the halting logit ([steps, B]) after each step."""
+    """From scratch: the answer (tokens uint8 [steps, B, S]) and the halting logits ([steps, B, 2]) after each step."""
     table = params.get(TABLE)
     rows = None if table is None else table[identifiers_B]
 
-    def advance(z: trm.Z, _: None) -> tuple[trm.Z, tuple[Array, Array]]:
+    def advance(z: trm.Z | trm.SingleZ, _: None) -> tuple[trm.Z | trm.SingleZ, tuple[Array, Array]]:
         z, logits, q = trm.apply(model, params, z, inputs_BS, rows, gather)
-        return z, (jnp.argmax(logits, axis=-1).astype(jnp.uint8), q[:, 0])
+        return z, (jnp.argmax(logits, axis=-1).astype(jnp.uint8), q)
 
     return jax.lax.scan(advance, trm.initial_z(model, params, *inputs_BS.shape), length=steps)[1]
 

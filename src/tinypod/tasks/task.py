@@ -66,7 +66,9 @@ class Task:
     `draw` makes the global batch of a step, every leaf with the batch's rows first, from what the feed gave. `begin`
     lets it into the carry. `loss` returns the *sum* over rows, so that accumulating over parts of a batch is adding,
     and sums for metrics, among them `weight`: what the loss is divided by (rows, or unmasked tokens).
-    `varied` are the task's settings that runs of one program may vary; `draw` and `loss` are given them as arrays.
+    `varied` are the task's settings that runs of one program may vary; `draw` and `loss` are given them as arrays, as
+    `at_step` makes them for the step: what changes during a run is computed from settings and step, and compiles
+    nothing. Among the sums, `flops` are the matrix products of these rows, where steps differ in them.
 
     `prepare` makes of the parameters what the other functions are given: what is computed from weights alone, once a
     step, however many parts the batch is computed in. Leaves that it replaces are gone from its result.
@@ -101,7 +103,11 @@ class Task:
     description: str  # of model and data, in a few words
     train_rows: int
     held_out_rows: int | None  # None: not known
-    flops: Callable[[bool], int]  # matrix products of one row: of a training step (True), of an evaluation (False)
+    # Matrix products of one row: of a training step (True), the most expensive one; of an evaluation (False).
+    flops: Callable[[bool], int]
+
+    at_step: Callable[[dict[str, Array], Array], dict[str, Array]] = lambda varied, step: varied
+    notes: tuple[str, ...] = ()  # what the start of a run and its plans say besides
 
 
 class TaskKind(NamedTuple):

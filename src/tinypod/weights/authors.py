@@ -30,13 +30,15 @@ _PLAIN = {
     "z_init.L": ("L_init", False),
     "puzzle_table": ("puzzle_emb.weights", False),
 }
-_LAYERED = {
-    "layers.token_mlp.gate_up": "mlp_t.gate_up_proj.weight",
-    "layers.token_mlp.down": "mlp_t.down_proj.weight",
-    "layers.attention.qkv": "self_attn.qkv_proj.weight",
-    "layers.attention.out": "self_attn.o_proj.weight",
-    "layers.mlp.gate_up": "mlp.gate_up_proj.weight",
-    "layers.mlp.down": "mlp.down_proj.weight",
+# Of a net: our group and what is in it -> theirs. Their code with separate nets is HRM's.
+_LEVELS = {"layers": "L_level", "layers_L": "L_level", "layers_H": "H_level"}
+_IN_LAYER = {
+    "token_mlp.gate_up": "mlp_t.gate_up_proj.weight",
+    "token_mlp.down": "mlp_t.down_proj.weight",
+    "attention.qkv": "self_attn.qkv_proj.weight",
+    "attention.out": "self_attn.o_proj.weight",
+    "mlp.gate_up": "mlp.gate_up_proj.weight",
+    "mlp.down": "mlp.down_proj.weight",
 }
 PREFIXES = ("_orig_mod.", "model.", "inner.")
 
@@ -53,7 +55,7 @@ def from_state_dict(state_dict: StateDict, like: Params) -> Params:
             wrong.extend(f"missing from the file: {name}" for name in missing)
             return None
         found = [theirs.pop(name) for name in names]
-        value = np.stack([x.T for x in found]) if path in _LAYERED else found[0].T if _PLAIN[path][1] else found[0]
+        value = np.stack([x.T for x in found]) if _is_layered(path) else found[0].T if _PLAIN[path][1] else found[0]
         if value.shape != (flat := _flat_shape(path, wanted.shape)):
             wrong.append(f"{path}: the file has {value.shape}, this config {flat}")
             return None
@@ -72,7 +74,7 @@ def to_state_dict(params: Params) -> StateDict:
     for path, leaf in flatten(params).items():
         value = np.asarray(leaf).reshape(_flat_shape(path, leaf.shape))
         names = _their_names(path, value.shape[0])
-        pieces = [layer.T for layer in value] if path in _LAYERED else [value.T if _PLAIN[path][1] else value]
+        pieces = [layer.T for layer in value] if _is_layered(path) else [value.T if _PLAIN[path][1] else value]
         state_dict |= {f"inner.{name}": np.ascontiguousarray(piece) for name, piece in zip(names, pieces, strict=True)}
     return state_dict
 
@@ -118,14 +120,19 @@ def _bare(name: str) -> str:
 
 
 def _their_names(path: str, num_layers: int) -> list[str]:
-    if path in _LAYERED:
-        return [f"L_level.layers.{i}.{_LAYERED[path]}" for i in range(num_layers)]
+    if _is_layered(path):
+        group, _, rest = path.partition(".")
+        return [f"{_LEVELS[group]}.layers.{i}.{_IN_LAYER[rest]}" for i in range(num_layers)]
     return [_PLAIN[path][0]]
+
+
+def _is_layered(path: str) -> bool:
+    return path.split(".")[0] in _LEVELS
 
 
 def _flat_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """[layers, in, out], where ours splits `out` (of gate_up, qkv) or `in` (of the attention's out) into more."""
-    if path not in _LAYERED:
+    if not _is_layered(path):
         return shape
     if path.endswith(".out"):
         return (shape[0], math.prod(shape[1:-1]), shape[-1])

@@ -1,0 +1,186 @@
+"""The paper's ablations as config: each lowers, trains, resumes and costs what it says; and the continue loss."""
+
+from io import StringIO
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from fixtures import Steps, read_split, tiny_config, write_4x4
+from test_step import assert_near, run
+from test_train import assert_same_states, state_at
+from tinypod import experiment, step, train
+from tinypod.evaluate import Evaluator
+from tinypod.models import trm
+from tinypod.plan import analysis
+from tinypod.runs.folder import Run
+from tinypod.solve.refine import refine
+
+ABLATIONS = {
+    "single z": "model.single_z=true",
+    "separate nets": "model.separate_nets=true",
+    "one-step gradient": "model.one_step_gradient=true",
+    "continue loss": "task.continue_loss=true",
+}
+DEEPER = ("model.H_cycles=2", "model.L_cycles=2")
+EACH = pytest.mark.parametrize("name", ABLATIONS)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_4x4(tmp_path_factory.mktemp("puzzle") / "data")
+
+
+@EACH
+@pytest.mark.parametrize("mixing", ["{kind: mlp}", "{kind: attention, num_heads: 4}"])
+@pytest.mark.parametrize("mesh", ["{data: 1}", "{data: 8}", "{data: 2, fsdp: 2, tensor: 2}"])
+def test_it_lowers(data: Path, name: str, mixing: str, mesh: str) -> None:
+    devices = 1 if mesh == "{data: 1}" else 8
+    config = tiny_config(data, *DEEPER, ABLATIONS[name], f"mesh={mesh}", f"model.mixing={mixing}")
+    built = experiment.build(config, jax.devices()[:devices])
+    text = built.train_step.lower(*built.abstract_inputs).as_text()
+    assert "f64" not in text
+    assert name in built.task.description
+
+
+def test_a_model_without_them_says_nothing_of_them(data: Path) -> None:
+    built = experiment.build(tiny_config(data), jax.devices()[:1])
+    assert built.task.description == "mlp mixing, float32, puzzles of 16 cells"
+    assert built.task.notes == ()
+
+
+@EACH
+def test_it_trains(data: Path, name: str) -> None:
+    state, sums = run(data, *DEEPER, ABLATIONS[name], "optimizer.learning_rate=4e-3", steps=30)
+    losses = [float(one["loss"] / one["weight"]) for one in sums]
+    assert np.isfinite(losses).all()
+    assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
+    assert sum(float(one["skipped"]) for one in sums) == 0
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
+
+
+@pytest.mark.slow
+@EACH
+def test_eight_devices_are_one(data: Path, name: str) -> None:
+    one, _ = run(data, *DEEPER, ABLATIONS[name])
+    for mesh in ("{data: 8}", "{data: 2, fsdp: 2, tensor: 2}"):
+        eight, _ = run(data, *DEEPER, ABLATIONS[name], f"mesh={mesh}", devices=8)
+        assert_near(eight, one, 5e-4)
+
+
+def test_both_nets_lie_split_and_are_made_whole_layer_by_layer(data: Path) -> None:
+    built = experiment.build(tiny_config(data, ABLATIONS["separate nets"], "mesh={data: 1, fsdp: 8}"))
+    for group in ("layers_H", "layers_L"):
+        for tree in (built.state_shardings.params, built.state_shardings.ema, built.state_shardings.opt_state[1].mu):
+            assert "fsdp" in tree[group]["mlp"]["gate_up"].spec
+            assert ("tensor", "fsdp") in tree[group]["token_mlp"]["down"].spec
+    text = built.train_step.lower(*built.abstract_inputs).compile().as_text()
+    gathers = [line for line in text.splitlines() if " all-gather(" in line or " all-gather-start(" in line]
+    assert gathers
+    assert not [line for line in gathers if "f32[2,16,2,48]" in line or "f32[2,48,16]" in line]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(tuple(ABLATIONS.values()), id="all of them"),
+        *(pytest.param((override,), id=name, marks=pytest.mark.slow) for name, override in ABLATIONS.items()),
+        pytest.param(("optimizer={kind: lion, learning_rate: 1e-4}",), id="lion", marks=pytest.mark.slow),
+    ],
+)
+def test_it_resumes_to_the_bit(data: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    for name, parts in {"whole": (4,), "parts": (2, 4)}.items():
+        for steps in parts:
+            config = tiny_config(data, *overrides, f"steps={steps}", "mesh.devices=1")
+            outcome = train.train(config, Run(tmp_path / name), Console(file=StringIO()))
+            assert outcome.step == steps
+    assert_same_states(*(state_at(data, tmp_path / name, 4) for name in ("whole", "parts")))
+
+
+@pytest.mark.slow
+@EACH
+def test_it_costs_what_is_counted(data: Path, name: str) -> None:
+    """In the compiled program; the embedding by a product is not counted as the model's."""
+    built = experiment.build(
+        tiny_config(data, "model.H_cycles=2", "model.L_cycles=3", ABLATIONS[name]), jax.devices()[:1]
+    )
+    work = analysis.analyse(built)[0].work
+    assert work is not None
+    counted = built.task.flops(True) * built.config.batch_size
+    assert work.flops == pytest.approx(counted, rel=0.1)
+    plain = experiment.build(tiny_config(data, "model.H_cycles=2", "model.L_cycles=3"), jax.devices()[:1])
+    ratio = built.task.flops(True) / plain.task.flops(True)
+    expected = {"one-step gradient": (8 + 4) / 16, "continue loss": (8 + 8 + 8) / 16}.get(name, 1.0)
+    assert ratio == pytest.approx(expected, rel=0.02)  # the head is counted, too
+    assert built.task.flops(False) == plain.task.flops(False)
+
+
+def opinionated(built: experiment.Experiment) -> step.TrainState:
+    """A fresh state whose Q heads tell rows apart."""
+    state = built.init()
+    q_head = {"weight": jax.random.normal(jax.random.key(5), (16, 2)), "bias": jnp.array([-0.3, 0.2])}
+    return state._replace(params=state.params | {"q_head": q_head})
+
+
+def test_the_continue_loss_written_out(data: Path) -> None:
+    """Its target is what both heads say one step later, or the first alone where there is no step after that."""
+    overrides = (ABLATIONS["continue loss"], "task.halting.exploration=0.0", "task.q_loss_weight=0.7")
+    built = experiment.build(tiny_config(data, *overrides), jax.devices()[:1])
+    task, model, params = built.task, built.config.model, opinionated(built).params
+    take = Steps(built)
+    batch = step.draw_batch(task, take.settings, jnp.int32(0), take.feed(0))
+    carry = task.begin(params, built.init().carry, batch)
+    carry["steps"] = jnp.arange(16) % 3  # of at most 3: every third row is at its last step
+    rows = {name: params[name][ids] for name, ids in task.lookup(carry).items()}
+
+    @jax.jit
+    def loss(chosen):
+        return task.loss(params | chosen, rows, carry, batch, take.settings.task)
+
+    apply = jax.jit(trm.apply, static_argnums=0)
+    z, _, q = apply(model, params, carry["z"], carry["example"]["inputs"], rows["puzzle_table"])
+    _, _, later = apply(model, params, z, carry["example"]["inputs"], rows["puzzle_table"])
+    q, later = np.asarray(q, np.float64), np.asarray(later, np.float64)
+    last = np.arange(16) % 3 == 2
+    target = 1 / (1 + np.exp(-np.where(last, later[:, 0], later.max(axis=1))))
+    p = 1 / (1 + np.exp(-q[:, 1]))
+    expected = -(target * np.log(p) + (1 - target) * np.log(1 - p))
+    total, (after, sums) = loss({})
+    assert float(sums["q_continue_loss"]) == pytest.approx(expected.sum(), rel=1e-4)
+    assert float(total) == pytest.approx(
+        float(sums["lm_loss"] + 0.7 * (sums["q_loss"] + sums["q_continue_loss"])), rel=1e-5
+    )
+    halts = last | (q[:, 0] > q[:, 1])
+    assert np.array_equal(after["halted"], halts)
+    assert not np.array_equal(halts, last | (q[:, 0] > 0))  # it is the lead that counts here
+    assert 0 < halts.sum() < 16
+
+    # The target is a constant: the second head's bias has the gradient of its own cross-entropy alone.
+    gradient = jax.grad(lambda bias: loss({"q_head": params["q_head"] | {"bias": bias}})[0])
+    found = gradient(params["q_head"]["bias"])
+    assert float(found[1]) == pytest.approx(0.7 * float((p - target).sum()), rel=1e-3)
+
+
+def test_with_a_continue_loss_evaluation_stops_where_halting_leads(data: Path) -> None:
+    plain, continuing = (
+        experiment.build(tiny_config(data, *overrides), jax.devices()[:1])
+        for overrides in ((), (ABLATIONS["continue loss"],))
+    )
+    params = opinionated(plain).params
+    tokens = jnp.asarray(read_split(plain, "test").inputs, jnp.int32)
+    z, q = trm.initial_z(plain.config.model, params, *tokens.shape), []
+    for _ in range(3):
+        rows = params["puzzle_table"][jnp.zeros(len(tokens), jnp.int32)]
+        z, _, one = jax.jit(trm.apply, static_argnums=0)(plain.config.model, params, z, tokens, rows)
+        q.append(np.asarray(one))
+    for built, lead in ((plain, np.stack(q)[..., 0]), (continuing, np.stack(q)[..., 0] - np.stack(q)[..., 1])):
+        stops = lead > 0
+        stops[-1] = True
+        scores = Evaluator(built.task.open_evaluation(None), built.mesh, built.specs, 8)(params)
+        assert scores["steps"] == pytest.approx(1 + stops.argmax(axis=0).mean())
+        _, probabilities = refine(built, params, np.asarray(tokens), 3)
+        assert np.array_equal(probabilities > 0.5, lead > 0)
+    assert not np.array_equal(np.stack(q)[..., 0] > 0, np.stack(q)[..., 0] > np.stack(q)[..., 1])
