@@ -2,8 +2,11 @@
 `outcome.json`), `health/` and `goodput.json` of the process that trains, `report/`."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+import jax
 
 from tinypod import config as configs
 from tinypod.errors import UserError
@@ -64,14 +67,17 @@ def write_study(study: Study, folder: Path) -> None:
                 shown = "".join(f"\n  {line}" for line in changed)
                 raise UserError(f"{path.parent} was trained with another config; choose another --folder{shown}")
     tasks: dict[str, Task] = {}
+    weights: dict[str, int] = {}
     described: list[dict[str, Any]] = []
     for run in study.runs:
         if run.variant not in tasks:  # seeds do not change what a run costs
             tasks[run.variant] = describe_task(run.config)
+            shapes = jax.eval_shape(tasks[run.variant].init_params, jax.random.key(0))
+            weights[run.variant] = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
         task = tasks[run.variant]
         described.append(
             {"name": run.name, "variant": run.variant, "levels": run.levels, "seed": run.seed}
-            | {"flops_per_step": task.flops(True) * run.config.batch_size}
+            | {"flops_per_step": task.flops(True) * run.config.batch_size, "num_weights": weights[run.variant]}
         )
     headline = {f"eval/{metric.name}": metric for metric in next(iter(tasks.values())).headline}
     name = study.file.metric or next(iter(headline))
