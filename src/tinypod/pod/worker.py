@@ -114,7 +114,7 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
         return {"error": "the process did not start within 60 s; see tinypod/log.txt on the worker"}
 
 
-def nurse(request: dict[str, Any]) -> dict[str, Any]:
+def nurse(request: dict[str, Any]) -> None:
     """The parent of the training process: knows how it ended, also when nobody is connected."""
     environment = {**os.environ, **request["environment"], "PYTHONUNBUFFERED": "1"}
     paths = [str(CODE), *filter(None, [environment.get("PYTHONPATH")])]
@@ -129,7 +129,6 @@ def nurse(request: dict[str, Any]) -> dict[str, Any]:
     _write(JOB, json.dumps({**about, "born": _born(os.getpid()), "started": time.time()}))
     code = process.wait()
     _write(ENDED, json.dumps({"id": request["id"], "code": code if code >= 0 else 128 - code, "time": time.time()}))
-    return {}
 
 
 def report(request: dict[str, Any]) -> dict[str, Any]:
@@ -213,9 +212,12 @@ def _write(path: Path, text: str | None) -> None:
     os.replace(partial, path)
 
 
-ACTIONS = {"settle": settle, "start": start, "nurse": nurse, "report": report, "stop": stop}
+ACTIONS = {"settle": settle, "start": start, "report": report, "stop": stop}
 
 if __name__ == "__main__":
+    if sys.argv[1] == "nurse":  # what it prints is the log
+        nurse(json.loads(sys.argv[2]))
+        sys.exit()
     try:
         answer = ACTIONS[sys.argv[1]](json.loads(sys.argv[2]))
     except OSError as failure:
