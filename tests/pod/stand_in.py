@@ -57,8 +57,10 @@ class Cloud:
             state = json.loads(path.read_text()) if path.exists() else {}
             for name in ("nodes", "requests", "orders"):
                 state.setdefault(name, {})
-            yield state
-            path.write_text(json.dumps(state))
+            try:
+                yield state
+            finally:  # also what a refusal has changed
+                path.write_text(json.dumps(state))
 
     def order(self, **orders: Any) -> None:
         """`lacking=2`: the next two are not to be had. `grant_after=3`: a request is granted when it was looked at 3

@@ -11,7 +11,6 @@ slice, at the workers, at the heartbeats in the bucket) every `poll_s`, and acts
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,6 +27,7 @@ from tinypod.pod.state import PodState, read_state
 from tinypod.pod.workers import Report, WorkerError, Workers, read_places, write_places
 from tinypod.runs import lease
 from tinypod.runs.folder import HEALTH, Run
+from tinypod.runs.status import checkpoint_steps
 from tinypod.runs.terminal import duration, say
 
 KEEPER = "keeper.lock"  # who watches, beside who trains
@@ -36,6 +36,7 @@ GIVE_UP_AFTER, LONGEST_PAUSE_S = 3, 1800.0
 GRACE_S = 120.0  # for a last checkpoint, and for workers that wait for one that has failed
 UNREACHABLE_AFTER = 6  # looks at a ready slice of which a worker does not answer
 STORAGE_PATIENCE_S = 3600.0
+TROUBLES = 10  # of gcloud, in a row
 
 
 class SpendingLimit(UserError):
@@ -57,6 +58,7 @@ class _Patience:
 
     pause_s: float
     failures: int = 0
+    troubles: int = 0  # calls and set-ups in a row that failed
     waited_s: float = 0.0
 
 
@@ -72,6 +74,9 @@ class PodRun:
     sleep: Callable[[float], None] = time.sleep
     _rests: dict[int, bytes] = field(default_factory=dict)
     _furthest: int = -1
+    _has_slice: bool = False  # that we asked for, or found, and did not delete
+    _reached: bool = False  # gcloud has worked once
+    _still_ours: Callable[[], None] = lambda: None  # an error if another machine keeps the run by now
 
     def __post_init__(self) -> None:
         self.spec = self.gcloud.spec
@@ -108,14 +113,12 @@ class PodRun:
     def keep(self) -> int:
         """Until the run is done, or cannot be; the exit code."""
         assert self.run.remote is not None
-        with ExitStack() as stack:
-            keeper = lease.Lease(self.run.remote, file=KEEPER)
-            stack.enter_context(keeper.hold(every_s=lease.LAPSE_S / 5))
+        keeper = lease.Lease(self.run.remote, file=KEEPER)
+        with keeper.hold(every_s=lease.LAPSE_S / 5):
             self._check_owner()
-            self.spending = Spending(self.spec, self.run)
+            self.spending, self._still_ours = Spending(self.spec, self.run), keeper.check
             now, code = _Patience(self.spec.retry_s), 1
             while True:
-                keeper.check()  # another machine may keep it by now
                 outcome = self._attempt(now)
                 if outcome is None:
                     continue
@@ -134,25 +137,38 @@ class PodRun:
 
     def _attempt(self, now: _Patience) -> Outcome | None:
         """Bring the slice up, start, watch; None if it did not come to that, after a pause."""
+        self._still_ours()
+        if self.spending.exhausted:
+            return Outcome("limit")
         try:
+            if self._has_slice and read_state(self.gcloud).phase == "absent":
+                raise self._deleted()
             state = lifecycle.up(self.gcloud, self.console, self.sleep)
+            self._has_slice = self._reached = True
             self.spending.seen(state.created)
             self._launch()
+            now.troubles = 0
         except NoCapacity as error:
             say(self.console, str(error), "yellow")
             self._delete("it came to nothing")
             self._pause(now, "asking again")
             return None
         except (GcloudTimeout, GcloudError, WorkerError) as error:
-            state = read_state(self.gcloud)
-            if state.phase == "ready" or state.phase == "stopped":
-                now.failures += 1
-            if now.failures >= GIVE_UP_AFTER or state.phase in ("absent", "stopped"):
+            now.troubles += 1
+            hopeless = type(error) is GcloudError and not self._reached  # no account, no permission, no such zone
+            if hopeless or now.troubles >= (GIVE_UP_AFTER if isinstance(error, WorkerError) else TROUBLES):
                 raise
             say(self.console, str(error), "yellow")
             self._pause(now, "trying again")
             return None
         return self._watch()
+
+    def _deleted(self) -> UserError:
+        """By `pod down`, or by hand: then nobody wants another one."""
+        return UserError(
+            f"{self.spec.name}: somebody deleted the slice, so it is not asked for again. The run can be resumed: "
+            "start the same command"
+        )
 
     def _gives_up(self, outcome: Outcome, now: _Patience) -> bool:
         """Three failures at one step are enough; a slice that was taken away is not the run's failure."""
@@ -187,16 +203,22 @@ class PodRun:
         now.pause_s = min(2 * now.pause_s, LONGEST_PAUSE_S)
 
     def _delete(self, why: str) -> None:
-        state = read_state(self.gcloud)
-        if state.phase != "absent":
-            say(self.console, f"{self.spec.name}: deleting the slice: {why}")
-            lifecycle.delete(self.gcloud, state)
+        """If Google cannot be asked now, the next attempt finds what is left, and deletes it first."""
+        self._has_slice = False
+        try:
+            state = read_state(self.gcloud)
+            if state.phase != "absent":
+                say(self.console, f"{self.spec.name}: deleting the slice: {why}")
+                lifecycle.delete(self.gcloud, state)
+        except (GcloudError, GcloudTimeout) as error:
+            say(self.console, f"the slice could not be deleted: {error}", "yellow")
 
     def _spend_no_more(self) -> None:
         say(self.console, f"the spending limit is reached ({self.spending.describe()}): saving, and deleting the slice")
         try:
-            self.workers.stop(GRACE_S)
-            self._show(self.workers.reports())
+            if read_state(self.gcloud).phase == "ready":
+                self.workers.stop(GRACE_S)
+                self._show(self.workers.reports())
         except (GcloudError, GcloudTimeout, WorkerError) as error:
             say(self.console, f"a last checkpoint may be missing: {error}", "yellow")
         self.spending.write()
@@ -242,7 +264,17 @@ class PodRun:
     def _watch(self) -> Outcome:
         unreachable, failed_at = 0, None
         while True:
-            state = read_state(self.gcloud)
+            self._still_ours()
+            try:
+                state = read_state(self.gcloud)
+            except (GcloudError, GcloudTimeout) as error:  # this machine is offline, perhaps: the workers train on
+                say(self.console, f"looking again in {duration(self.spec.poll_s)}: {error}", "yellow")
+                self.sleep(self.spec.poll_s)
+                continue
+            if state.phase == "absent":
+                raise self._deleted()
+            if state.phase == "stopped":
+                raise UserError(f"{self.spec.name}: somebody stopped the slice ({state.describe()}); nothing is done")
             if state.phase not in ("ready", "starting"):
                 return Outcome("lost", state.describe())
             self.spending.seen(state.created)
@@ -282,13 +314,16 @@ class PodRun:
         return Outcome("failed", code=(telling or [code for code in bad if code in EXIT_CODES] or bad)[0])
 
     def _step(self) -> int:
-        """How far the run has come since it was started here, by the heartbeats in the bucket; -1 before."""
+        """How far the run has come, by what lies in the bucket: heartbeats, which may be half a minute old where a
+        machine was lost, and checkpoints; -1 before the first."""
+        steps = []
         try:
             self.run.pull_heartbeats()
+            steps = checkpoint_steps(self.run.checkpoints)
         except UserError as error:
-            say(self.console, f"the heartbeats cannot be read: {error}", "yellow")
+            say(self.console, f"how far the run has come cannot be read: {error}", "yellow")
         beats = read_heartbeats(self.run.folder / HEALTH)
-        return max([beat.step for beat in beats if beat.time >= self._began - 60], default=-1)
+        return max([*steps, *(beat.step for beat in beats if beat.time >= self._began)], default=-1)
 
     # What the workers print.
 
