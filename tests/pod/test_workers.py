@@ -136,6 +136,15 @@ def test_it_goes_on_without_us_and_is_started_once(cloud: Cloud, workers: Worker
     assert [report.code for report in workers.reports()] == [143, 143]
 
 
+def test_a_python_that_is_not_there(cloud: Cloud) -> None:
+    gcloud = Gcloud(make_spec(type="v4-8", python="/opt/none/bin/python"))
+    gcloud.create_node()
+    workers = Workers(gcloud)
+    workers.send(FILES, recording())
+    with pytest.raises(WorkerError, match=r"there is no Python at /opt/none/bin/python: check `python:` in the spec"):
+        workers.start("gs://b/x", ["train"], {})
+
+
 def test_one_that_does_not_stop_is_killed(workers: Workers) -> None:
     workers.send(FILES, recording())
     workers.start("gs://b/x", ["stubborn"], {})

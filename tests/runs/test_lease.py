@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import gcs
+from fixtures import write_4x4
+from test_train import in_a_process
 from tinypod.errors import StorageError
 from tinypod.runs import folder, lease
 from tinypod.runs.lease import LAPSE_S, Lease, LeaseError, take_lease
@@ -201,3 +203,19 @@ def test_one_that_is_held_is_renewed_and_given_back(url: str) -> None:
 
 def test_a_local_run_needs_none(tmp_path: Path) -> None:
     assert take_lease(folder.open_run(tmp_path)) is None
+
+
+@pytest.mark.slow
+def test_training_is_refused_before_anything_is_written(store: gcs.Store, url: str, tmp_path: Path) -> None:
+    """By the real command; and the run is free again after its owner is done."""
+    data, holder = write_4x4(tmp_path / "data"), Lease(url, "pod p/z/another")
+    holder.take()
+    refused = in_a_process(data, url, "steps=2")  # type: ignore[arg-type]
+    assert refused.returncode == 2
+    assert "this run belongs to pod p/z/another" in " ".join(refused.stderr.split())
+    assert store.files(url).keys() == {lease.FILE}
+    holder.release()
+    done = in_a_process(data, url, "steps=2")  # type: ignore[arg-type]
+    assert done.returncode == 0, done.stderr
+    assert lease.FILE not in store.files(url)
+    assert "checkpoints/2/commit_success.txt" in store.files(url)

@@ -95,6 +95,8 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
                 return {"error": "another run is being trained here: {}".format(job["run"])}
             return {"started": False}
         python = request.get("python") or str(ENV / "bin" / "python")
+        if not os.path.exists(python):
+            return {"error": f"there is no Python at {python}: check `python:` in the spec"}
         nurse = {**request, "argv": [python, "-m", "tinypod", *request["arguments"]], "id": os.urandom(8).hex()}
         with open(LOG, "ab") as log:
             subprocess.Popen(
