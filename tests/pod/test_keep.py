@@ -125,17 +125,17 @@ def test_a_preempted_slice_is_asked_for_again_with_growing_pauses(story: Story, 
     def preempt(number: int) -> None:
         with cloud.state() as state:
             up = state["nodes"].get("trainer", {}).get("state") == "READY"
-        if up and len(preemptions) < 2 and story.starts == len(preemptions) + 1:
+        if up and len(preemptions) < 3 and story.starts == len(preemptions) + 1:
             preemptions.append(number)
             cloud.order(lacking=2)
             cloud.preempt("trainer")
 
     story.at_wait = preempt
-    assert story.keep("wait", "wait", "0", request={"kind": "spot"}, retry_s=0.25) == 0
-    assert len(preemptions) == 2
-    assert story.text.count("the slice was lost before its first step: lost (PREEMPTED)") == 2
-    assert story.text.count("no more capacity in the zone") == 4
-    assert [wait for wait in story.waits if wait >= 0.25] == [0.25 * 2**n for n in range(4)]
+    assert story.keep("wait", "wait", "wait", "0", request={"kind": "spot"}, retry_s=0.25) == 0
+    assert len(preemptions) == 3
+    assert story.text.count("the slice was lost before its first step: lost (PREEMPTED)") == 3
+    assert story.text.count("no more capacity in the zone") == 6
+    assert [wait for wait in story.waits if wait >= 0.25] == [0.25 * 2**n for n in range(6)]
 
 
 def test_a_worker_that_does_not_answer_makes_a_slice_faulty(story: Story, cloud: Cloud) -> None:
