@@ -62,9 +62,9 @@ def test_dry_runs_print_commands_and_run_none(cloud: Cloud, spec: str) -> None:
     assert up.startswith("gcloud compute tpus queued-resources create trainer --node-id=trainer")
     arguments = [DEMO, "data.path=gs://b/data", "--run", "gs://b/my run;x", "--dry-run"]
     lines = tinypod("run", spec, *arguments).splitlines()
-    commands = [line for line in lines if line.startswith("gcloud ")]
-    assert sum(" scp " in line for line in commands) == 1
-    starts = [line for line in commands if "worker.py start" in line]
+    assert all(line.startswith("gcloud compute tpus tpu-vm ") for line in lines)
+    assert sum(" scp " in line for line in lines) == 1
+    starts = [line for line in lines if "worker.py start" in line]
     assert len(starts) == 2
     assert all("--run=gs://b/my run;x" in line for line in starts)
     assert "queued-resources delete trainer --force" in tinypod("down", spec, "--dry-run")

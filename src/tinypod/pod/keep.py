@@ -89,7 +89,7 @@ class PodRun:
     def once(self) -> int:
         """On a slice that is ready; ends with the training, or leaves it where the slice is lost."""
         if self.gcloud.dry_run:
-            self._launch()
+            self._launch()  # the commands that it takes on a slice that is ready and new
             return 0
         self._check_owner()
         state = read_state(self.gcloud)
@@ -255,6 +255,8 @@ class PodRun:
         arguments = ["train", ship.CONFIG, f"--run={self.run}", *(["--supervise"] if self.supervise else [])]
         self._began = time.time()
         self.workers.start(str(self.run), arguments, {**self.spec.environment, lease.OWNER: self.spec.owner})
+        if self.gcloud.dry_run:
+            return
         say(
             self.console,
             f"started {self.run} on {self.workers.count} workers of {self.spec.name}. It goes on without this command: "

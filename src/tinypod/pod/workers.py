@@ -80,7 +80,7 @@ class Workers:
                 packed = Path(folder) / ARCHIVE
                 packed.write_bytes(ship.archive(files, lacking or list(files)))
                 told = f"{len(lacking)} of {len(files)} files ({size(packed.stat().st_size)}) to {self._workers()}"
-                say(console, f"sending {told}")
+                self._tell(console, f"sending {told}")
                 self.gcloud.copy(packed, ARCHIVE)
             unpack = f"mkdir -p {FOLDER} && tar -xzf {ARCHIVE} -C {FOLDER} && rm -f {ARCHIVE}"
             self._all(lambda worker: self.gcloud.ssh(worker, ["sh", "-c", unpack]))
@@ -89,7 +89,7 @@ class Workers:
         removed = any(set(known) - set(manifest) for known in there)
         if lacking or removed or self.gcloud.dry_run:
             version = f"{sys.version_info.major}.{sys.version_info.minor}"
-            say(console, "setting up the workers; the first time this takes minutes")
+            self._tell(console, "setting up the workers; the first time this takes minutes")
             request = {"python": spec.python, "version": version}
             self._all(lambda worker: self._ask(worker, "settle", request, SET_UP_TIMEOUT_S))
 
@@ -154,6 +154,10 @@ class Workers:
             return [ask(worker) for worker in range(self.count)]
         with ThreadPoolExecutor(min(self.count, AT_ONCE)) as pool:
             return list(pool.map(ask, range(self.count)))
+
+    def _tell(self, console: Console, what: str) -> None:
+        if not self.gcloud.dry_run:
+            say(console, what)
 
     def _workers(self) -> str:
         return f"{self.count} worker{'s' if self.count > 1 else ''}"
