@@ -22,7 +22,7 @@ LAYERS = [
     {"experiment"},
     {"runs", "health", "cluster"},
     {"train", "weights"},
-    {"check", "plan", "solve", "generate", "cache"},
+    {"check", "plan", "solve", "generate", "cache", "pod"},
     {"study"},
     {"cli"},
 ]

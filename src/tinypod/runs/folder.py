@@ -8,7 +8,7 @@ checkpoint holds is in the store's `metrics.jsonl` before the checkpoint is visi
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ class Run:
     folder: Path  # the small files
     remote: str | None = None  # "gs://bucket/runs/x" when the run lives in an object store
     _in_store: dict[str, tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
+    guards: list[Callable[[], None]] = field(default_factory=list, compare=False, repr=False)  # before each copy to it
 
     def __str__(self) -> str:
         return self.remote or str(self.folder)
@@ -76,6 +77,7 @@ class Run:
         """Copy the small files that have changed since the last push to the store."""
         if self.remote is None:
             return
+        self._ask_guards()
         with storage.explained(self.remote):
             for name in self._small_files(NOT_PUSHED):
                 try:
@@ -90,9 +92,15 @@ class Run:
         """Write one small file, here and in the store, now."""
         self._write(name, content)
         if self.remote is not None:
+            self._ask_guards()
             with storage.explained(f"{self.remote}/{name}"):
                 (storage.folder(self.remote) / name).write_bytes(content)
             self._in_store[name] = self._stamp(name)
+
+    def _ask_guards(self) -> None:
+        """Whether this process may still write there: an error if not (`lease.py`)."""
+        for guard in self.guards:
+            guard()
 
     def _write(self, name: str, content: bytes) -> None:
         storage.replace_file(storage.inside(self.folder, name), content)
@@ -152,7 +160,7 @@ def read_config(run: Run) -> ExperimentConfig:
 def lock(run: Run) -> Iterator[None]:
     """Two processes that train in one folder would ruin it. The kernel drops the lock with the process.
 
-    A run in an object store is locked on this host only.
+    A run in an object store is locked on this host only; other hosts are told apart by its lease (`lease.py`).
     """
     run.folder.mkdir(parents=True, exist_ok=True)
     with open(run.folder / LOCK, "a+") as file:

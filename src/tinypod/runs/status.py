@@ -65,7 +65,7 @@ def read_status(run_folder: Path, now: float, checkpoints: Path | str | None = N
     count = count or max((beat.count for beat in beats), default=0)
     beats = [beat for beat in beats if not count or beat.process < count]
     missing = sorted(set(range(count)) - {beat.process for beat in beats})
-    where = _checkpoint_steps(checkpoints or run_folder / "checkpoints")
+    where = checkpoint_steps(checkpoints or run_folder / "checkpoints")
     steps = _configured_steps(run_folder)
     return RunStatus(now, judge(beats, now), missing, steps, where, goodput.summarise(run_folder))
 
@@ -207,7 +207,7 @@ def _configured_steps(run_folder: Path) -> int | None:
     return steps if isinstance(steps, int) else None
 
 
-def _checkpoint_steps(where: Path | str) -> list[int]:
+def checkpoint_steps(where: Path | str) -> list[int]:
     with storage.explained(where):
         folder, remote = storage.folder(where), storage.is_remote(where)
         found = [path for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []

@@ -1,0 +1,150 @@
+"""The manifest for GKE against the schema of JobSet; the script for Slurm in a real shell."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from test_gcloud import HOSTILE
+
+from tinypod.errors import EXIT_CODES, UserError
+from tinypod.plan.slices import all_slices, find_slice
+from tinypod.pod.manifest import JobSet, Sbatch
+
+SCHEMA = json.loads(Path(__file__).with_name("jobset_schema.json").read_text())
+TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool, "number": float}
+
+
+def problems(value: Any, schema: dict[str, Any], where: str = "") -> list[str]:
+    """What an API server would say with strict validation: wrong types, missing, unknown and forbidden values."""
+    if schema.get("x-kubernetes-int-or-string"):
+        return [] if isinstance(value, int | str) and not isinstance(value, bool) else [f"{where}: {value!r}"]
+    kind = schema.get("type")
+    if kind and (not isinstance(value, TYPES[kind]) or (isinstance(value, bool) and kind != "boolean")):
+        return [f"{where}: expected {kind}, got {value!r}"]
+    found = [f"{where}: not one of {schema['enum']}"] if value not in schema.get("enum", [value]) else []
+    if kind == "array":
+        for number, item in enumerate(value):
+            found += problems(item, schema.get("items", {}), f"{where}[{number}]")
+    if kind == "object" and ("properties" in schema or "additionalProperties" in schema):
+        known, rest = schema.get("properties", {}), schema.get("additionalProperties")
+        found += [f"{where}: {name} is missing" for name in schema.get("required", []) if name not in value]
+        for name, item in value.items():
+            if name in known or rest:
+                found += problems(item, known.get(name, rest), f"{where}.{name}")
+            else:
+                found.append(f"{where}: unknown field {name}")
+    return found
+
+
+def job_set(name: str = "v6e-16", **changes: Any) -> JobSet:
+    fields = {
+        "name": "sudoku",
+        "slice": find_slice(name),
+        "image": "reg/img:1",
+        "run": "gs://b/x",
+        "config": "steps: 1\n",
+    }
+    return JobSet(**{**fields, **changes})
+
+
+def pod_of(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    job = document["spec"]["replicatedJobs"][0]["template"]["spec"]
+    return job, job["template"]["spec"]
+
+
+@pytest.mark.parametrize("name", [one.name for one in all_slices()])
+def test_every_slice_s_manifest_is_valid(name: str) -> None:
+    more = {"spot": True, "service_account": "trainer", "queue": "tpus", "environment": {"A": "b"}}
+    config_map, document = yaml.safe_load_all(job_set(name, **more).render())
+    assert problems(document, SCHEMA) == []
+    assert config_map["data"] == {"config.yaml": "steps: 1\n"}
+    job, pod = pod_of(document)
+    chips = pod["containers"][0]["resources"]["limits"]["google.com/tpu"]
+    assert job["parallelism"] == job["completions"] == find_slice(name).hosts
+    assert chips * job["parallelism"] == find_slice(name).chips
+    assert len(pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")) == (
+        2 if name.startswith(("v5e", "v6e")) else 3
+    )
+
+
+def test_the_check_sees_what_is_wrong() -> None:
+    """The schema and its reader are worth something."""
+    for spoil, said in (
+        (lambda d: d["spec"].update(replicas=3), ".spec: unknown field replicas"),
+        (
+            lambda d: d["spec"]["failurePolicy"].update(maxRestarts="3"),
+            ".spec.failurePolicy.maxRestarts: expected integer",
+        ),
+        (lambda d: d["spec"]["failurePolicy"]["rules"][0].update(action="Fail"), "rules[0].action: not one of"),
+        (lambda d: pod_of(d)[1]["containers"][0].pop("name"), "containers[0]: name is missing"),
+        (lambda d: pod_of(d)[1]["nodeSelector"].update(x=True), ".x: expected string, got True"),
+    ):
+        document = job_set().documents()[1]
+        spoil(document)
+        assert any(said in line for line in problems(document, SCHEMA)), said
+
+
+def test_selectors_restarts_and_environment() -> None:
+    _, document = job_set("v4-64", spot=True).documents()
+    job, pod = pod_of(document)
+    assert pod["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": "tpu-v4-podslice",
+        "cloud.google.com/gke-tpu-topology": "2x4x4",
+        "cloud.google.com/gke-spot": "true",
+    }
+    assert pod["restartPolicy"] == "Never"
+    (rule,) = job["podFailurePolicy"]["rules"]
+    final = [code for code, end in EXIT_CODES.items() if end.restart == "never" and code]
+    assert rule["action"] == "FailJob"
+    assert rule["onExitCodes"]["values"] == sorted(final)
+    assert {"name": "TINYPOD_OWNER", "value": "jobset sudoku"} in pod["containers"][0]["env"]
+    assert pod["containers"][0]["command"][-1] == "--run=gs://b/x"
+
+
+@pytest.mark.parametrize("name", ["Sudoku", "a" * 41, "a_b", "-a", "", "a b"])
+def test_names_that_kubernetes_would_refuse(name: str) -> None:
+    with pytest.raises(UserError, match="--name"):
+        JobSet(name, find_slice("v4-8"), "i", "gs://b/x", "")
+
+
+def in_a_shell(script: str, folder: Path, code: int, restarts: int = 0) -> tuple[int, list[list[str]]]:
+    """Run it with a `srun` that ends so; returns the exit code and what `srun` and `scontrol` were given."""
+    for name in ("srun", "scontrol"):
+        program = folder / name
+        ends = code if name == "srun" else 0
+        program.write_text(
+            f'#!/bin/bash\nprintf \'%s\\0\' {name} "$TINYPOD_OWNER" "$@" >> calls\necho -n X >> calls\nexit {ends}\n'
+        )
+        program.chmod(0o755)
+    (folder / "job.sh").write_text(script)
+    environment = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
+    environment["SLURM_RESTART_COUNT"] = str(restarts)
+    ended = subprocess.run(["bash", "job.sh"], cwd=folder, env=environment, check=False)
+    calls = (folder / "calls").read_text().split("\0X")
+    (folder / "calls").unlink()
+    return ended.returncode, [call.split("\0") for call in calls if call]
+
+
+@pytest.mark.parametrize("code", sorted(EXIT_CODES))
+def test_slurm_requeues_by_exit_code(tmp_path: Path, code: int) -> None:
+    script = Sbatch("sudoku", 2, 8, ["tinypod", "train", "demo", "--run=/shared/x"], "24:00:00").render()
+    ended, calls = in_a_shell(script, tmp_path, code)
+    assert ended == code
+    assert calls[0] == ["srun", "slurm job 17", "--kill-on-bad-exit=1", "tinypod", "train", "demo", "--run=/shared/x"]
+    requeued = calls[1:] == [["scontrol", "slurm job 17", "requeue", "17"]]
+    assert requeued == (EXIT_CODES[code].restart != "never")
+    assert in_a_shell(script, tmp_path, code, restarts=20)[1][1:] == []
+
+
+def test_hostile_words_reach_slurm_s_processes_unchanged(tmp_path: Path) -> None:
+    ended, calls = in_a_shell(Sbatch("x", 1, 1, ["tinypod", *HOSTILE]).render(), tmp_path, 0)
+    assert ended == 0
+    assert calls[0][3:] == ["tinypod", *HOSTILE]
+    assert not (tmp_path / "pwned").exists()
+    for word in HOSTILE[:5]:
+        with pytest.raises(UserError, match="--partition"):
+            Sbatch("x", 1, 1, [], partition=word)
