@@ -8,7 +8,7 @@ import pytest
 from matplotlib.image import imread
 
 from synthetic_study import entry, grid, rising, write_study
-from tinypod.study.analysis import analyse
+from tinypod.study.answers import analyse
 from tinypod.study.figures import QUIET, SERIES, Plot, all_plots, mean_curve
 from tinypod.study.results import Curve, read_study
 

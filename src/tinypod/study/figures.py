@@ -22,7 +22,7 @@ from matplotlib.transforms import Bbox
 
 from tinypod.runs.curves import smooth
 from tinypod.study import numbers
-from tinypod.study.analysis import Analysis, BatchScaling, Cost, Scaling, Variant, short
+from tinypod.study.answers import Analysis, BatchScaling, Cost, Scaling, Variant, short
 from tinypod.study.results import Curve, RunResult
 
 INK, GRID, AXIS, QUIET = "#3a3f45", "#e4e7eb", "#b8bec6", "#a3a9b1"

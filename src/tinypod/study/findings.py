@@ -1,7 +1,7 @@
 """What a study says in short, as sentences: which variant is best, what the seeds can tell, what to beware of."""
 
 from tinypod.study import numbers
-from tinypod.study.analysis import Analysis, short
+from tinypod.study.answers import Analysis, short
 from tinypod.study.tables import why_no_batch
 
 _NAMED = 5  # of a list of names; the tables have all of them

@@ -4,7 +4,7 @@ import re
 from html import escape
 from typing import NamedTuple
 
-from tinypod.study.analysis import Analysis
+from tinypod.study.answers import Analysis
 from tinypod.study.figures import SERIES, VARIABLES, Plot
 from tinypod.study.tables import Table
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from tinypod.runs.storage import replace_file
 from tinypod.runs.terminal import say
 from tinypod.study import page
-from tinypod.study.analysis import Analysis, analyse
+from tinypod.study.answers import Analysis, analyse
 from tinypod.study.figures import all_plots, write_csv
 from tinypod.study.findings import sentences
 from tinypod.study.results import read_study

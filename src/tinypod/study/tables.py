@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from tinypod.study import numbers
-from tinypod.study.analysis import Analysis, BatchScaling, Cost, Scaling, Variant, short
+from tinypod.study.answers import Analysis, BatchScaling, Cost, Scaling, Variant, short
 from tinypod.study.fits import MIN_LEVELS
 from tinypod.study.results import RunResult
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from synthetic_study import entry, grid, rising, write_study
-from tinypod.study.analysis import Analysis, analyse, is_size
+from tinypod.study.answers import Analysis, analyse, is_size
 from tinypod.study.findings import sentences
 from tinypod.study.results import read_study
 from tinypod.study.tables import all_tables
