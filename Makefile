@@ -46,10 +46,10 @@ lint: .venv/dev
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/pytest --numprocesses 2 -m "not slow"
+	$(BIN)/pytest --numprocesses 2 --dist worksteal -m "not slow"
 
 test-all: lint
-	$(BIN)/pytest --numprocesses 2
+	$(BIN)/pytest --numprocesses 2 --dist worksteal
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -152,6 +152,7 @@ def test_killed_and_started_again_ends_as_if_never_killed(data: Path, two_by_fou
     assert_same_states(*(state_at(data, folder, reached) for folder in (run_dir, tmp_path / "straight")))
 
 
+@pytest.mark.slow
 def test_a_sigterm_to_one_stops_all_at_one_step_and_loses_none(data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     argv = cluster(data, run_dir, 2, 2, *ENDLESS, "checkpoint.every_steps=null")

@@ -191,6 +191,7 @@ def before_arrays_are_read(monkeypatch: pytest.MonkeyPatch, action: Callable[[],
     monkeypatch.setattr(handler, "_get_param_infos", hooked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["after it was listed", "while it is read"])
 @pytest.mark.parametrize("where", ["local", "store"])
 def test_a_checkpoint_that_vanishes_is_no_damaged_one(
@@ -453,6 +454,7 @@ def test_in_a_store_damage_and_another_model_are_refused_and_left_alone(store, u
     assert store.order(f"{url.replace('checkpoints', SET_ASIDE)}/6")[-1] == MARKER
 
 
+@pytest.mark.slow
 def test_a_checkpoint_copied_without_its_marker_is_reported_and_kept(store, url: str) -> None:
     save_and_wait(Checkpoints(url), 3)
     for name, content in store.files(f"{url}/3").items():
@@ -494,6 +496,7 @@ def test_a_store_that_stays_down_is_named_and_the_next_save_succeeds(store, url:
     with pytest.raises(StorageError, match=url):
         Checkpoints(url)
     store.recover()
+    monkeypatch.setenv("TINYPOD_STORAGE_RETRY_S", "120")  # these cores may be busy
     assert [name for name in store.files(f"{url}/6") if name == "_CHECKPOINT_METADATA"]  # half of it is there
     assert Checkpoints(url, read_only=True).steps() == [3]
     assert [str(found.path) for found in Checkpoints(url, read_only=True).incomplete()] == [f"{url}/6"]
@@ -667,6 +670,7 @@ CLUSTER = """if True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["local", "store"])
 def test_processes_save_their_shards_and_one_process_restores_them(where: str, store, url: str, tmp_path: Path) -> None:
     folder = url if where == "store" else str(tmp_path / "run" / "checkpoints")

@@ -88,6 +88,7 @@ def test_annealing_and_stages_are_settings_of_one_program(data: Path) -> None:
     assert base.train_step._cache_size() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unroll", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_each_stage_trains_as_a_model_of_its_depth(data: Path, unroll: str) -> None:
     """Every step equals the step of a model that has that stage's cycles and no curriculum."""
