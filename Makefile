@@ -2,10 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo demo-distill test test-all lint clean help
+.PHONY: demo demo-study demo-distill test test-all lint clean help
 
 help:
 	@echo "make demo          set up, make small Sudokus, train on them for two minutes, watch one being solved"
+	@echo "make demo-study    set up, train twelve models, say in a report what width and learning rate change"
 	@echo "make demo-distill  set up, train a small language model, quantise it to 4 and 2 bits, distil back what was lost"
 	@echo "make test          set up, then formatting, lint, types and tests (the slow ones left out)"
 	@echo "make test-all      the same with the slow tests"
@@ -36,6 +37,9 @@ demo: .venv/runtime data/demo/dataset.json
 	$(BIN)/tinypod train demo --run runs/demo
 	$(BIN)/tinypod eval runs/demo
 	$(BIN)/tinypod solve runs/demo
+
+demo-study: .venv/runtime data/demo/dataset.json
+	$(BIN)/tinypod study run studies/demo
 
 demo-distill: .venv/lm
 	$(BIN)/python examples/distill/demo.py
