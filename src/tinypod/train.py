@@ -19,9 +19,9 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from tinypod.cluster.agreement import Cluster, end_now
+from tinypod.cluster.agreement import Cluster
 from tinypod.cluster.stop import Stop, stop_on_signals
-from tinypod.errors import ConfigError, DeadlineError, DeviceMemoryError, NonFiniteError, RecompileError, UserError
+from tinypod.errors import ConfigError, DeadlineError, DeviceMemoryError, NonFiniteError, RecompileError
 from tinypod.evaluate import Evaluator
 from tinypod.experiment import Experiment, ExperimentConfig, build
 from tinypod.health.goodput import Ledger
@@ -33,8 +33,8 @@ from tinypod.health.watch import Health
 from tinypod.runs import compile_cache
 from tinypod.runs.config_history import check_config, write_config
 from tinypod.runs.curves import plot_curves
-from tinypod.runs.folder import HEALTH, Run, lock, with_absolute_paths
-from tinypod.runs.lease import take_lease
+from tinypod.runs.folder import HEALTH, Run, with_absolute_paths
+from tinypod.runs.lease import own
 from tinypod.runs.metrics import MetricsLog, Stopwatch
 from tinypod.runs.profiling import Profiler
 from tinypod.runs.run_log import RunLog, read_scores
@@ -81,22 +81,22 @@ def train(
     from_step: int | None = None,
     profile: tuple[int, int] | None = None,
     ends: Ends | None = None,
+    owned: bool = False,
 ) -> Outcome:
     """Train until `config.steps`, from the latest checkpoint in the run folder if there is one. `ends` is asked after
-    each evaluation, in process 0."""
+    each evaluation, in process 0. `owned`: the caller has the right to train the run already (`lease.own`)."""
     cluster = cluster or Cluster()
     config = with_absolute_paths(config)
-    with ExitStack() as stack:
+    with ExitStack() as owner, ExitStack() as stack:
         if not cluster.is_primary:
             console = Console(file=stack.enter_context(open(os.devnull, "w")))
         compile_cache.enable(config.compile_cache)
         experiment = build(config, console=console)
         experiment.check_batch()
-        ledger = lease = None
+        ledger = None
         if cluster.is_primary:
-            stack.enter_context(lock(run))
-            lease = take_lease(run, lost=_end_without_saving)
-            stack.push(lambda kind, *_: lease.release() if lease is not None and kind is not None else None)
+            if not owned:
+                owner.enter_context(own(run))
             run.pull(locked=True)
             ledger = Ledger(run.folder, cluster.count)
         publish, fetch = (run.publish, run.pull_heartbeats) if run.remote else (None, None)
@@ -120,17 +120,10 @@ def train(
             raise DeadlineError(health.lost_contact(error)) from error
         if outcome.stopped_by is not None:
             health.ends(f"stopped: {outcome.stopped_by.name}")
-    if cluster.is_primary:
-        run.push()
-    if lease is not None:
-        lease.release()
+        stack.close()
+        if cluster.is_primary:
+            run.push()
     return outcome
-
-
-def _end_without_saving(why: str) -> None:
-    """Somebody else owns the run by now: whatever this process still wrote would ruin it."""
-    os.write(2, f"error: {why}\n".encode())
-    end_now(UserError.exit_code)
 
 
 def _train(attempt: Attempt, from_step: int | None, profile: tuple[int, int] | None, ends: Ends | None) -> Outcome:

@@ -12,7 +12,7 @@ from fixtures import write_4x4
 from test_train import in_a_process
 from tinypod.errors import StorageError
 from tinypod.runs import folder, lease
-from tinypod.runs.lease import LAPSE_S, Lease, LeaseError, take_lease
+from tinypod.runs.lease import LAPSE_S, Lease, LeaseError, own
 
 numbers = count()
 
@@ -145,44 +145,61 @@ def test_what_is_damaged_is_replaced(store: gcs.Store, url: str) -> None:
 def test_nothing_is_copied_without_it(store: gcs.Store, url: str) -> None:
     """The old owner's heartbeat and its push before a checkpoint, after somebody took over."""
     run = folder.open_run(url)
-    own = take_lease(run)
-    assert own is not None
-    run.publish("health/process_0.json", b"{}")
-    (run.folder / "metrics.jsonl").write_bytes(b"old owner")
-    own._clock = lambda: own.renewed_at - 2 * LAPSE_S  # so that the next one sees a lease that has lapsed
-    own.renew()
-    Lease(url, "new owner").take()
-    own._clock = lambda: own.renewed_at + LAPSE_S
-    with pytest.raises(LeaseError, match="new owner took it over"):
-        run.push()
-    with pytest.raises(LeaseError, match="new owner took it over"):
-        run.publish("health/process_0.json", b'{"late": 1}')
+    with own(run, lost=None) as ours:
+        assert ours is not None
+        run.publish("health/process_0.json", b"{}")
+        (run.folder / "metrics.jsonl").write_bytes(b"old owner")
+        ours._clock = lambda: ours.renewed_at - 2 * LAPSE_S  # so that the next one sees a lease that has lapsed
+        ours.renew()
+        Lease(url, "new owner").take()
+        ours._clock = lambda: ours.renewed_at + LAPSE_S
+        with pytest.raises(LeaseError, match="new owner took it over"):
+            run.push()
+        with pytest.raises(LeaseError, match="new owner took it over"):
+            run.publish("health/process_0.json", b'{"late": 1}')
     assert store.files(url).keys() == {"health/process_0.json", lease.FILE}
     assert store.files(url)["health/process_0.json"] == b"{}"
 
 
 def test_a_heartbeat_renews_it(store: gcs.Store, url: str) -> None:
     run, clock = folder.open_run(url), Clock()
-    own = take_lease(run)
-    assert own is not None
-    own._clock = clock
-    clock.now = own.renewed_at + 1
-    run.publish("health/process_0.json", b"{}")
-    fresh = own.renewed_at
-    clock.now = fresh + 30
-    run.publish("health/process_0.json", b"{}")
-    assert own.renewed_at == clock.now
+    with own(run) as ours:
+        assert ours is not None
+        ours._clock = clock
+        clock.now = ours.renewed_at + 1
+        run.publish("health/process_0.json", b"{}")
+        fresh = ours.renewed_at
+        clock.now = fresh + 30
+        run.publish("health/process_0.json", b"{}")
+        assert ours.renewed_at == clock.now
+    assert Lease(url).holder() is None
+
+
+def test_who_owns_a_run_is_alone_with_it(store: gcs.Store, url: str, tmp_path: Path) -> None:
+    """On one host by its lock, whoever asks; and only one that is locked is left as it is by a fetch."""
+    run = folder.open_run(url)
+    store.put(f"{url}/outcome.json", b"there")
+    with own(run):
+        with pytest.raises(folder.LockedError), own(folder.open_run(url)):
+            pass
+        run.fetch("outcome.json")
+        assert not (run.folder / "outcome.json").exists()
+    run.fetch("outcome.json")
+    assert (run.folder / "outcome.json").read_bytes() == b"there"
+    store.remove(f"{url}/outcome.json")
+    run.fetch("outcome.json")
+    assert not (run.folder / "outcome.json").exists()
 
 
 def test_a_store_that_is_away_is_an_outage_not_a_loss(store: gcs.Store, url: str, monkeypatch) -> None:
-    own = Lease(url, "one")
-    own.take()
+    ours = Lease(url, "one")
+    ours.take()
     monkeypatch.setenv("TINYPOD_STORAGE_RETRY_S", "0.1")
     store.fail_for(600)
     with pytest.raises(StorageError):
-        own.renew()
+        ours.renew()
     store.recover()
-    own.renew()
+    ours.renew()
 
 
 def test_one_that_is_held_is_renewed_and_given_back(url: str) -> None:
@@ -202,7 +219,8 @@ def test_one_that_is_held_is_renewed_and_given_back(url: str) -> None:
 
 
 def test_a_local_run_needs_none(tmp_path: Path) -> None:
-    assert take_lease(folder.open_run(tmp_path)) is None
+    with own(folder.open_run(tmp_path)) as ours:
+        assert ours is None
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from fixtures import write_4x4
+from tinypod.runs.folder import Run
 from tinypod.runs.metrics import MetricsLog, make_record
 from tinypod.study.file import load_study
 from tinypod.study.folder import run_of, write_study
@@ -25,12 +26,12 @@ def make_rules(folder: Path, data: Path, past: dict[int, list[float]], **tree: A
     path = folder / "study.yaml"
     path.write_text(yaml.safe_dump({"base": "demo", "set": {"data.path": str(data)}, "seeds": 3} | tree))
     study = load_study(path)
-    write_study(study, folder / "s")
+    write_study(study, Run(folder / "s"))
     for number, run in enumerate(study.runs):
         log = MetricsLog(run_of(folder / "s", run.name).folder)
         for step, values in past.items():
             log.append(make_record(step, {METRIC: values[number]}))
-    return Rules(study, folder / "s")
+    return Rules(study, Run(folder / "s"))
 
 
 def ended(rules: Rules, step: int, *values: float) -> dict[str, str]:

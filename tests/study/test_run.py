@@ -77,8 +77,8 @@ def test_packed_runs_are_those_trained_alone(data: Path, tmp_path: Path) -> None
     variants = {"as it is": {}, "rates": rates, "others": others}
     study = load_study(write(tmp_path, data, variants=variants, seeds=[3]))
     folder = tmp_path / "packed"
-    assert [len(runs) for runs in plan_packs(study.runs, folder, 2)] == [3]
-    ended = run_study(study, folder, quiet(), devices=jax.devices()[:2])
+    assert [len(runs) for runs in plan_packs(study.runs, Run(folder), 2)] == [3]
+    ended = run_study(study, Run(folder), quiet(), devices=jax.devices()[:2])
     assert [(outcome.state, outcome.packed) for outcome in ended.outcomes] == [("done", 3)] * 3
     for run in study.runs:
         alone = Run(tmp_path / "alone" / run.name)
@@ -101,7 +101,7 @@ def test_a_run_that_diverges_is_marked_and_the_others_go_on(data: Path, tmp_path
         factors={"optimizer.learning_rate": [1e-3, 1e38]},
     )
     study, console = load_study(path), quiet()
-    ended = run_study(study, tmp_path / "s", console, devices=jax.devices()[:1])
+    ended = run_study(study, Run(tmp_path / "s"), console, devices=jax.devices()[:1])
     assert [outcome.state for outcome in ended.outcomes] == ["done", "diverged"]
     assert "not finite in the last" in str(ended.outcomes[1].reason)
     assert ended.outcomes[1].step < 10
@@ -110,7 +110,7 @@ def test_a_run_that_diverges_is_marked_and_the_others_go_on(data: Path, tmp_path
     assert records(sound)[-1]["step"] == 10
     assert records(bad)[-1]["step"] == ended.outcomes[1].step
     before = records(sound)
-    again = run_study(study, tmp_path / "s", console, devices=jax.devices()[:1])
+    again = run_study(study, Run(tmp_path / "s"), console, devices=jax.devices()[:1])
     assert again.outcomes == ended.outcomes  # neither is tried again
     assert records(sound) == before
 
@@ -125,7 +125,7 @@ def test_rules_end_runs_early_and_the_others_are_packed_anew(data: Path, tmp_pat
     rates = [run.config.optimizer.learning_rate for run in study.runs]
     assert len(set(rates)) == 4
     assert all(1e-4 <= rate <= 1e-2 for rate in rates)
-    ended = run_study(study, tmp_path / "s", quiet(), most=most, devices=jax.devices()[:1])
+    ended = run_study(study, Run(tmp_path / "s"), quiet(), most=most, devices=jax.devices()[:1])
     states = sorted((one.step, one.state) for one in ended.outcomes)
     if most is None:
         assert states == [(4, "stopped_early"), (4, "stopped_early"), (8, "stopped_early"), (10, "done")]
@@ -148,22 +148,22 @@ def test_rules_end_runs_early_and_the_others_are_packed_anew(data: Path, tmp_pat
 def test_a_run_that_fails_does_not_stop_the_others(data: Path, tmp_path: Path) -> None:
     variants = {"nothing": {"data.path": str(tmp_path / "nothing")}, "data": {}}
     study = load_study(write(tmp_path, data, set={"steps": 2}, variants=variants, seeds=2))
-    ended = run_study(study, tmp_path / "s", quiet(), devices=jax.devices()[:1])
+    ended = run_study(study, Run(tmp_path / "s"), quiet(), devices=jax.devices()[:1])
     assert [one.state for one in ended.outcomes] == ["failed", "failed", "done", "done"]
     assert "nothing" in str(ended.outcomes[0].reason)
 
 
 def test_a_folder_of_another_study_is_refused(data: Path, tmp_path: Path) -> None:
     study = load_study(write(tmp_path, data, set={"steps": 2}, seeds=2))
-    run_study(study, tmp_path / "s", quiet(), devices=jax.devices()[:1])
+    run_study(study, Run(tmp_path / "s"), quiet(), devices=jax.devices()[:1])
     other = load_study(write(tmp_path, data, set={"steps": 2}, factors={"batch_size": [8, 16]}))
     with pytest.raises(UserError, match="another study"):
-        run_study(other, tmp_path / "s", quiet())
+        run_study(other, Run(tmp_path / "s"), quiet())
     changed = load_study(write(tmp_path, data, set={"steps": 3}, seeds=2))
     with pytest.raises(UserError, match="another config"):
-        run_study(changed, tmp_path / "s", quiet())
+        run_study(changed, Run(tmp_path / "s"), quiet())
     more = load_study(write(tmp_path, data, set={"steps": 2}, seeds=3))
-    ended = run_study(more, tmp_path / "s", quiet(), devices=jax.devices()[:1])
+    ended = run_study(more, Run(tmp_path / "s"), quiet(), devices=jax.devices()[:1])
     assert [one.state for one in ended.outcomes] == ["done"] * 3
     assert [one.packed for one in ended.outcomes] == [2, 2, 1]
     console = quiet()

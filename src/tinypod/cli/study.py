@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,7 +10,11 @@ from tinypod.cli import shared
 from tinypod.cli.shared import console, errors, study_app
 from tinypod.errors import UserError
 
-StudyFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a study.")]
+if TYPE_CHECKING:
+    from tinypod.runs.folder import Run
+    from tinypod.study.file import Study
+
+StudyFolder = Annotated[str, typer.Argument(metavar="FOLDER", help="The folder of a study, or its gs:// URL.")]
 Pack = Annotated[int | None, typer.Option(min=1, help="Runs in one program at most; 1: one run after another.")]
 
 
@@ -19,32 +23,50 @@ def run(
     study: Annotated[str, typer.Argument(metavar="STUDY", help="A study file, or the name of a shipped one.")],
     overrides: shared.Overrides = None,
     folder: Annotated[
-        Path | None, typer.Option(help="Where its runs go; default: studies/ and the file's name.")
+        str | None, typer.Option(help="Where its runs go, also gs://; default: studies/ and the file's name.")
     ] = None,
     pack: Pack = None,
+    worker: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            envvar=["TINYPOD_PROCESS_ID", "SLURM_PROCID", "JOB_COMPLETION_INDEX"],
+            help="This one's number, from 0.",
+        ),
+    ] = 0,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Processes that share the study: each takes its part of the runs, and then more.")
+    ] = 1,
 ) -> None:
     """Train every run of a study, or go on where it was stopped.
 
     Runs that differ only in what is an argument of the step (seed, rates, decays, betas, warm-up, EMA decay,
     exploration) train together in one compiled program. Ctrl-C saves all of them; the same command goes on.
 
-    Example: `tinypod study run studies/learning_rate steps=200`
+    The same command on several machines that see one folder, or one bucket, shares the runs among them: each trains
+    some, and takes over those of a machine that is gone. `tinypod pod run` starts it so on every host of a slice.
+
+    Examples: `tinypod study run studies/learning_rate steps=200`, `tinypod study run studies/width
+    data.path=gs://b/sudoku --folder gs://b/studies/width --workers 8 --worker 3`
     """
     from tinypod.study.file import load_study
 
     loaded = load_study(study, overrides or [])
-    run_and_show(loaded, folder or Path("studies") / loaded.name, pack)
+    run_and_show(loaded, folder, pack, worker, workers)
 
 
-def run_and_show(study: object, folder: Path, pack: int | None) -> None:
-    from tinypod.study.report import write_report
+def run_and_show(study: "Study", folder: str | None, pack: int | None, worker: int = 0, workers: int = 1) -> None:
+    from tinypod.runs.folder import open_run
+    from tinypod.study.claims import Worker
     from tinypod.study.run import run_study
     from tinypod.study.status import table
 
-    ended = run_study(study, folder, console, most=pack)  # type: ignore[arg-type]
-    console.print(table(folder))
-    if any(outcome.state in ("done", "stopped_early") for outcome in ended.outcomes):
-        write_report(folder, console)
+    place = open_run(folder or Path("studies") / study.name)
+    ended = run_study(study, place, console, most=pack, worker=Worker(worker, max(workers, worker + 1)))
+    if worker == 0:
+        console.print(table(place.folder))
+        if any(outcome.state in ("done", "stopped_early") for outcome in ended.outcomes):
+            _write_report(place)
     if ended.stopped_by is not None:
         console.print(f"stopped by {ended.stopped_by.name}; run the same command again to go on", highlight=False)
         raise typer.Exit(128 + int(ended.stopped_by))
@@ -65,16 +87,20 @@ def status(
     """
     from rich.live import Live
 
-    from tinypod.study.folder import ENDED
+    from tinypod.runs.folder import open_run
+    from tinypod.study.folder import ENDED, refresh
     from tinypod.study.status import read_rows, table
 
+    place = open_run(folder)
+    refresh(place)
     if not watch:
-        console.print(table(folder))
+        console.print(table(place.folder))
         return
-    with Live(table(folder), console=console, refresh_per_second=1) as live:
-        while any(row.outcome.state not in ENDED for row in read_rows(folder)[1]):
-            time.sleep(2)
-            live.update(table(folder))
+    with Live(table(place.folder), console=console, refresh_per_second=1) as live:
+        while any(row.outcome.state not in ENDED for row in read_rows(place.folder)[1]):
+            time.sleep(15 if place.remote else 2)
+            refresh(place)
+            live.update(table(place.folder))
 
 
 @study_app.command()
@@ -85,9 +111,21 @@ def report(folder: StudyFolder) -> None:
 
     Example: `tinypod study report studies/learning_rate`
     """
+    from tinypod.runs.folder import open_run
+    from tinypod.study.folder import refresh
+
+    place = open_run(folder)
+    refresh(place, wholly=True)
+    _write_report(place)
+
+
+def _write_report(place: "Run") -> None:
     from tinypod.study.report import write_report
 
-    write_report(folder, console)
+    write_report(place.folder, console)
+    if place.remote is not None:
+        place.push()
+        console.print(f"also in {place}/report", highlight=False)
 
 
 @study_app.command()

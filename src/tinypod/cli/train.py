@@ -92,8 +92,7 @@ def _train_study(config: str, lists: dict[str, list[Any]], overrides: list[str],
     from tinypod.cli.study import run_and_show
     from tinypod.study.file import study_of
 
-    study = study_of(config, lists, overrides)
-    run_and_show(study, Path(folder) if folder else Path("studies") / study.name, None)
+    run_and_show(study_of(config, lists, overrides), folder, None)
 
 
 def _target(config: str, run: str | None) -> "Run":

@@ -8,6 +8,7 @@ checkpoint holds is in the store's `metrics.jsonl` before the checkpoint is visi
 import fcntl
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,8 +24,14 @@ from tinypod.runs.set_aside import SET_ASIDE
 
 CONFIG, CHECKPOINTS, HEALTH, LOCK = "config.yaml", "checkpoints", "health", ".lock"
 IMPORTED = "imported.json"  # in a run that did not begin with weights of its own
-NOT_PUSHED = (CHECKPOINTS, SET_ASIDE, "wandb")  # W&B keeps its own copy, and many files
+# W&B keeps its own copy, and many files; `runs` are those of a study, each a run for itself
+NOT_PUSHED = (CHECKPOINTS, SET_ASIDE, "wandb", "runs")
+_LOOKS = 10  # at a lock, in half a second
 NOT_PULLED = (*NOT_PUSHED, "tensorboard", "profile", "logs")  # what a run writes and does not read
+
+
+class LockedError(UserError):
+    """Another process on this host trains the run."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class Run:
         What an earlier life of the run left here and did not push is dropped: no checkpoint knows of it. While the run
         is being trained on this host its working folder is ahead of the store, and stays as it is.
         """
-        if self.remote is None or (not locked and self._is_locked()):
+        if self.remote is None or (not locked and self.is_locked()):
             return
         with storage.explained(self.remote):
             there = storage.folder(self.remote)
@@ -61,6 +68,16 @@ class Run:
             for name in names:
                 self._write(name, (there / name).read_bytes())
                 self._in_store[name] = self._stamp(name)
+
+    def fetch(self, name: str) -> None:
+        """Bring one small file from the store, unless the run is being trained on this host."""
+        if self.remote is None or self.is_locked():
+            return
+        with storage.explained(f"{self.remote}/{name}"):
+            try:
+                self._write(name, (storage.folder(self.remote) / name).read_bytes())
+            except FileNotFoundError:
+                (self.folder / name).unlink(missing_ok=True)
 
     def pull_heartbeats(self) -> None:
         """Those of other hosts, where they are newer than what is here; also while the run is being trained."""
@@ -109,7 +126,8 @@ class Run:
         stat = (self.folder / name).stat()
         return stat.st_mtime_ns, stat.st_size
 
-    def _is_locked(self) -> bool:
+    def is_locked(self) -> bool:
+        """By a process on this host that trains it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / LOCK, "a") as file:
             try:
@@ -164,14 +182,18 @@ def lock(run: Run) -> Iterator[None]:
     """
     run.folder.mkdir(parents=True, exist_ok=True)
     with open(run.folder / LOCK, "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        for look in range(_LOOKS):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:  # perhaps somebody only looks whether it is locked
+                time.sleep(0.05 if look < _LOOKS - 1 else 0)
+        else:
             file.seek(0)
-            raise UserError(
+            raise LockedError(
                 f"{run}: another process is training here (pid {file.read().strip() or 'unknown'}); "
                 "wait for it, stop it, or choose another --run"
-            ) from None
+            )
         file.seek(0)
         file.truncate()
         file.write(str(os.getpid()))

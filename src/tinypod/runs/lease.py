@@ -23,9 +23,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from tinypod.cluster.agreement import end_now
 from tinypod.errors import UserError
 from tinypod.runs import storage
-from tinypod.runs.folder import Run
+from tinypod.runs.folder import Run, lock
 from tinypod.runs.terminal import duration
 
 OWNER = "TINYPOD_OWNER"
@@ -194,11 +195,27 @@ class Lease:
         return tensorstore.KvStore.open(spec, context=context).result()
 
 
-def take_lease(run: Run, lost: Callable[[str], None] | None = None) -> Lease | None:
-    """Of a run in an object store; from now on whatever is copied there is copied by its owner, or not at all."""
-    if run.remote is None:
-        return None
-    lease = Lease(run.remote, lost=lost)
-    lease.take()
-    run.guards.append(lease.check)
-    return lease
+def _end_without_saving(why: str) -> None:
+    """Somebody else owns the run by now: whatever this process still wrote would ruin it."""
+    os.write(2, f"error: {why}\n".encode())
+    end_now(UserError.exit_code)
+
+
+@contextmanager
+def own(
+    run: Run, owner: str | None = None, lost: Callable[[str], None] | None = _end_without_saving
+) -> Iterator[Lease | None]:
+    """The right to train a run: locked on this host and, in an object store, leased. Whatever is copied there meanwhile
+    is copied by its owner, or not at all. An error if somebody else has it (`LockedError`, `LeaseError`)."""
+    with lock(run):
+        if run.remote is None:
+            yield None
+            return
+        lease = Lease(run.remote, owner, lost=lost)
+        lease.take()
+        run.guards.append(lease.check)
+        try:
+            yield lease
+        finally:
+            run.guards.remove(lease.check)
+            lease.release()

@@ -27,6 +27,7 @@ from tinypod.runs.storage import replace_file
 
 logger = logging.getLogger(__name__)
 
+FILE = "metrics.jsonl"
 _MIRROR_FAILED = "%s %s: %s. Training continues, and metrics.jsonl has every record."
 
 
@@ -39,7 +40,7 @@ class MetricsLog:
     """Owns `run_dir/metrics.jsonl`."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir / "metrics.jsonl"
+        self.path = run_dir / FILE
 
     def append(self, record: Record) -> None:
         """One system call: a kill leaves at most one cut last line."""

@@ -12,7 +12,8 @@ from tinypod import config as configs
 from tinypod.errors import UserError
 from tinypod.experiment import ExperimentConfig, describe_task
 from tinypod.runs.folder import CONFIG, Run, with_absolute_paths
-from tinypod.runs.storage import replace_file
+from tinypod.runs.metrics import FILE as METRICS
+from tinypod.study.claims import at_once
 from tinypod.study.file import Study
 from tinypod.tasks.task import Task
 
@@ -31,8 +32,28 @@ class Outcome(NamedTuple):
     packed: int = 1  # runs that its program trained
 
 
-def run_of(folder: Path, name: str) -> Run:
-    return Run(folder / RUNS / name)
+def run_of(folder: Path, name: str, remote: str | None = None) -> Run:
+    """`remote`: the URL of a study in an object store, whose working folder is `folder`."""
+    return Run(folder / RUNS / name, None if remote is None else f"{remote}/{RUNS}/{name}")
+
+
+def runs_of(study: Run) -> list[Run]:
+    return [run_of(study.folder, run["name"], study.remote) for run in read_study(study.folder)["runs"]]
+
+
+def refresh(study: Run, *, wholly: bool = False) -> None:
+    """Bring what other machines wrote into the working folder: what the runs have logged and how they stand, or all."""
+    if study.remote is None:
+        return
+    study.pull() if wholly else study.fetch(STUDY)
+    if not (study.folder / STUDY).exists():
+        return
+    at_once(Run.pull if wholly else _fetch, runs_of(study))
+
+
+def _fetch(run: Run) -> None:
+    for name in (CONFIG, OUTCOME, METRICS):
+        run.fetch(name)
 
 
 def read_outcome(run: Run) -> Outcome:
@@ -46,17 +67,17 @@ def read_outcome(run: Run) -> Outcome:
 
 
 def write_outcome(run: Run, outcome: Outcome) -> None:
-    run.folder.mkdir(parents=True, exist_ok=True)
-    replace_file(run.folder / OUTCOME, json.dumps(outcome._asdict()).encode())
+    run.publish(OUTCOME, json.dumps(outcome._asdict()).encode())
 
 
-def write_study(study: Study, folder: Path) -> None:
+def write_study(study: Study, place: Run) -> None:
     """Describe the study in its folder. One that has begun may get more runs; a run that is there keeps its config."""
+    folder = place.folder
     known = read_study(folder)["runs"] if (folder / STUDY).exists() else []
     gone = [run["name"] for run in known if run["name"] not in {new.name for new in study.runs}]
     if gone:
         raise UserError(
-            f"{folder} is another study: it has runs that this one does not ({', '.join(gone[:3])}"
+            f"{place} is another study: it has runs that this one does not ({', '.join(gone[:3])}"
             f"{', …' if len(gone) > 3 else ''}); choose another --folder"
         )
     for run in study.runs:
@@ -94,8 +115,9 @@ def write_study(study: Study, folder: Path) -> None:
         "factors": study.file.factors | study.file.zip,
         "runs": described,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / STUDY, json.dumps(tree, indent=1).encode())
+    content = json.dumps(tree, indent=1).encode()
+    if not (folder / STUDY).exists() or (folder / STUDY).read_bytes() != content:
+        place.publish(STUDY, content)
 
 
 def read_study(folder: Path) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from tinypod.experiment import Experiment
 from tinypod.health.memory import is_out_of_memory, step_bytes
 from tinypod.health.watch import Health
 from tinypod.runs.config_history import write_config
-from tinypod.runs.folder import Run, lock, with_absolute_paths
+from tinypod.runs.curves import plot_curves
+from tinypod.runs.folder import Run, with_absolute_paths
 from tinypod.runs.metrics import Stopwatch
 from tinypod.runs.run_log import RunLog, read_scores
 from tinypod.runs.saver import Saver
@@ -66,13 +67,11 @@ def train_pack(
     rule: Rule = lambda step, scores: {},
     devices: Sequence[Any] | None = None,
 ) -> list[Outcome]:
-    """Train the runs to their last step, or until a stop; those that have checkpoints resume at the last step that all
-    of them have. Once half of the runs have ended early it returns, with the others waiting: fewer make a faster
-    program."""
+    """Train the runs, which the caller owns, to their last step, or until a stop; those that have checkpoints resume at
+    the last step that all of them have. Once half of the runs have ended early it returns, with the others waiting:
+    fewer make a faster program."""
     try:
         with ExitStack() as stack:
-            for place in places:
-                stack.enter_context(lock(place))
             return _Pack(runs, places, console, health, stop, rule, devices).train(stack)
     except jax.errors.JaxRuntimeError as error:
         if is_out_of_memory(error):
@@ -156,6 +155,11 @@ class _Pack:
                     saved_at = time.monotonic()
         self._log(step, pending, watch, progress)
         self._save(state, step, began, ending=True)
+        for member in self.members:
+            member.log.close()
+            plot_curves(member.run.folder, self.task.headline)
+            member.run.push()
+            health.beat()
         return [member.outcome for member in self.members]
 
     def _restore(self) -> tuple[TrainState, int]:

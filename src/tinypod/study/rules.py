@@ -4,19 +4,19 @@ scores of all runs that were scored at that step. What they decide stands in the
 import math
 import statistics
 from collections.abc import Mapping
-from pathlib import Path
 
+from tinypod.runs.folder import Run
 from tinypod.runs.metrics import MetricsLog
 from tinypod.study.file import Study
-from tinypod.study.folder import read_study, run_of
+from tinypod.study.folder import read_study, refresh, run_of
 
 
 class Rules:
     """`rules(step, scores)`: of runs by name, the value of the metric at a step -> why some of them end there."""
 
-    def __init__(self, study: Study, folder: Path) -> None:
-        self.study, self.folder, self.wanted = study, folder, study.file.stop
-        described = read_study(folder)
+    def __init__(self, study: Study, place: Run) -> None:
+        self.study, self.place, self.wanted = study, place, study.file.stop
+        described = read_study(place.folder)
         self.metric, self.sign = described["metric"], 1.0 if described["direction"] == "max" else -1.0
         self.shown = described["metric_format"]
         self.rungs = study.file.search.rungs if study.file.search is not None else {}
@@ -24,6 +24,7 @@ class Rules:
     def __call__(self, step: int, scores: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
         if self.wanted is None and not self.rungs:
             return {}
+        refresh(self.place)  # other machines train some of the runs, perhaps
         now = {name: self.sign * values[self.metric] for name, values in scores.items()}
         history = {run.name: self._history(run.name) for run in self.study.runs}
         for name, value in now.items():
@@ -57,5 +58,5 @@ class Rules:
         return None
 
     def _history(self, name: str) -> dict[int, float]:
-        records = MetricsLog(run_of(self.folder, name).folder).read()
+        records = MetricsLog(run_of(self.place.folder, name).folder).read()
         return {int(record["step"]): self.sign * record[self.metric] for record in records if self.metric in record}

@@ -1,10 +1,11 @@
-"""Running a study: pack after pack, the cheapest first. Started again it goes on: what has ended is not repeated, what
-was running resumes. A run that fails is marked with its reason, and the others go on."""
+"""Running a study: pack after pack. Started again it goes on: what has ended is not repeated, what was running resumes.
+Started by several processes they share its runs (`claims.py`). A run that fails is marked with its reason, and the
+others go on."""
 
 import signal
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -18,13 +19,26 @@ from tinypod.experiment import ExperimentConfig
 from tinypod.health.goodput import Ledger
 from tinypod.health.watch import Health
 from tinypod.runs import compile_cache
-from tinypod.runs.folder import CHECKPOINTS, HEALTH, Run, lock
+from tinypod.runs.folder import HEALTH, Run
+from tinypod.runs.status import checkpoint_steps
 from tinypod.runs.terminal import say, warn
+from tinypod.study.claims import Worker, at_once, choosing, claim, is_free
 from tinypod.study.file import Study, StudyRun
-from tinypod.study.folder import ENDED, Outcome, read_outcome, read_study, run_of, write_outcome, write_study
+from tinypod.study.folder import (
+    ENDED,
+    Outcome,
+    read_outcome,
+    read_study,
+    refresh,
+    run_of,
+    write_outcome,
+    write_study,
+)
 from tinypod.study.packed import train_pack
 from tinypod.study.packing import can_pack, pack, shape_of
 from tinypod.study.rules import Rules
+
+POLL_S, POLL_STORE_S = 2.0, 15.0  # while others train the last runs
 
 
 class Ended(NamedTuple):
@@ -33,43 +47,92 @@ class Ended(NamedTuple):
 
 
 def run_study(
-    study: Study, folder: Path, console: Console, *, most: int | None = None, devices: Sequence[Any] | None = None
+    study: Study,
+    place: Run,
+    console: Console,
+    *,
+    most: int | None = None,
+    devices: Sequence[Any] | None = None,
+    worker: Worker | None = None,
 ) -> Ended:
-    """Train what has not ended; `most`: runs in one program."""
+    """Train what has not ended and nobody else trains; `most`: runs in one program. Returns when all runs have ended,
+    or at a stop."""
     devices = list(sharding.all_devices() if devices is None else devices)
-    write_study(study, folder)
-    with lock(Run(folder)):
-        cost = {run["name"]: run["flops_per_step"] for run in read_study(folder)["runs"]}
-        rules, stopped_by, told = Rules(study, folder), None, False
-        while stopped_by is None:
-            left = [run for run in study.runs if read_outcome(run_of(folder, run.name)).state not in ENDED]
-            packs = plan_packs(left, folder, len(devices), most)
-            if not told:
-                say(console, describe(study, left, packs, folder))
-                told = True
-            if not packs:
+    worker = worker or Worker()
+    with choosing(place):
+        refresh(place)
+        write_study(study, place)
+    rules, stopped_by, told = Rules(study, place), None, ""
+    while stopped_by is None:
+        with ExitStack() as stack:
+            with choosing(place):
+                choice = _choose(stack, study, place, worker, len(devices), most)
+            if not choice.left:
+                say(console, describe(study, choice, place)) if not told else None
                 break
-            runs = min(packs, key=lambda runs: sum(cost[run.name] * run.config.steps for run in runs))
-            try:
-                stopped_by = _train(runs, folder, console, devices, rules)
-            except DeviceMemoryError as error:
-                if len(runs) == 1:
-                    _failed(runs, folder, console, error)
-                    continue
-                most = len(runs) // 2
-                warn(console, f"{len(runs)} runs at once do not fit the device; from now on {most}")
-            except (StorageError, DeadlineError):  # not of these runs alone
-                raise
-            except UserError as error:
-                _failed(runs, folder, console, error)
-    return Ended([read_outcome(run_of(folder, run.name)) for run in study.runs], stopped_by)
+            if not choice.runs:
+                told = _tell_who_waits(console, choice, told)
+                stopped_by = _wait(console, POLL_STORE_S if place.remote else POLL_S)
+                continue
+            if not told:
+                told = describe(study, choice, place)
+                say(console, told)
+            most, stopped_by = _train(stack, choice, place, console, devices, rules, worker, most)
+    refresh(place)
+    return Ended([read_outcome(run_of(place.folder, run.name)) for run in study.runs], stopped_by)
+
+
+class Choice(NamedTuple):
+    left: list[StudyRun]  # that have not ended
+    busy: int  # of them: others train them
+    packs: list[list[StudyRun]]  # of the rest
+    runs: list[StudyRun]  # that this process trains now
+    places: list[Run]  # of them
+
+
+def _choose(stack: ExitStack, study: Study, place: Run, worker: Worker, num_devices: int, most: int | None) -> Choice:
+    """The next runs for this process; theirs is the right to train them, until the stack is left."""
+    refresh(place)
+    described = {run["name"]: run for run in read_study(place.folder)["runs"]}
+    where = {run.name: run_of(place.folder, run.name, place.remote) for run in study.runs}
+    left = [run for run in study.runs if read_outcome(where[run.name]).state not in ENDED]
+    are_free = at_once(lambda one: is_free(one, worker), [where[run.name] for run in left])
+    free = [run for run, is_so in zip(left, are_free, strict=True) if is_so]
+    share = worker.share(len(free), num_devices) if worker.count > 1 else None
+    packs = plan_packs(free, place, num_devices, min(filter(None, (share, most)), default=None))
+    if not packs:
+        return Choice(left, len(left) - len(free), [], [], [])
+    # Alone, the cheapest first: something is known soon. Among several the dearest: the rest fills what is left over.
+    choose = min if worker.count == 1 else max
+    chosen = choose(packs, key=lambda runs: sum(described[r.name]["flops_per_step"] * r.config.steps for r in runs))
+    ours = claim(stack, place, [where[run.name] for run in chosen], worker)
+    runs = [run for run, is_ours in zip(chosen, ours, strict=True) if is_ours]
+    return Choice(left, len(left) - len(free), packs, runs, [where[run.name] for run in runs])
+
+
+def _tell_who_waits(console: Console, choice: Choice, told: str) -> str:
+    text = f"other processes train the last {choice.busy} runs; waiting, should one of them end before they do"
+    if choice.busy and told != text:
+        say(console, text)
+        return text
+    return told or text
+
+
+def _wait(console: Console, seconds: float) -> signal.Signals | None:
+    with stop_on_signals(Cluster(), lambda text: None) as stop:
+        until = time.monotonic() + seconds
+        while not stop.requested() and time.monotonic() < until:
+            time.sleep(0.1)
+        return stop.by
 
 
 def plan_packs(
-    runs: Sequence[StudyRun], folder: Path | None, num_devices: int, most: int | None = None
+    runs: Sequence[StudyRun], place: Run | None, num_devices: int, most: int | None = None
 ) -> list[list[StudyRun]]:
     """The runs that are trained together. Of those that were interrupted, such as can resume at the same step."""
-    saved = [_saved_steps(run_of(folder, run.name)) if folder else set() for run in runs]
+    saved: list[set[int]] = [set() for _ in runs]
+    if place is not None:
+        saved = at_once(_saved_steps, [run_of(place.folder, run.name, place.remote) for run in runs])
     shapes = [shape_of(run.config) if can_pack(run.config) else f"alone {number}" for number, run in enumerate(runs)]
     keys = []
     for shape, steps in zip(shapes, saved, strict=True):
@@ -79,36 +142,71 @@ def plan_packs(
 
 
 def _saved_steps(run: Run) -> set[int]:
-    folder = run.folder / CHECKPOINTS
-    return {int(path.name) for path in folder.iterdir() if path.name.isdigit()} if folder.is_dir() else set()
+    return set(checkpoint_steps(run.checkpoints)) if read_outcome(run) != Outcome() else set()
 
 
-def describe(study: Study, left: Sequence[StudyRun], packs: Sequence[Sequence[StudyRun]], folder: Path) -> str:
+def describe(study: Study, choice: Choice, place: Run) -> str:
     variants = len({run.variant for run in study.runs})
-    done = len(study.runs) - len(left)
-    sizes = ", ".join(str(len(runs)) for runs in packs)
-    text = f"{study.name}: {len(study.runs)} runs ({variants} variants) in {folder}"
+    done = len(study.runs) - len(choice.left)
+    sizes = ", ".join(str(len(runs)) for runs in choice.packs)
+    text = f"{study.name}: {len(study.runs)} runs ({variants} variants) in {place}"
     text += f"; {done} of them have ended" if done else ""
-    return text + (f"; {len(packs)} programs, of {sizes} runs" if packs else "; nothing left to do")
+    text += f"; {choice.busy} are trained elsewhere" if choice.busy else ""
+    return text + (f"; {len(choice.packs)} programs, of {sizes} runs" if choice.packs else "; nothing left to do")
 
 
 def _train(
-    runs: list[StudyRun], folder: Path, console: Console, devices: Sequence[Any], rules: Rules
+    stack: ExitStack,
+    choice: Choice,
+    place: Run,
+    console: Console,
+    devices: Sequence[Any],
+    rules: Rules,
+    worker: Worker,
+    most: int | None,
+) -> tuple[int | None, signal.Signals | None]:
+    """The most runs that fit a program, as far as is known, and what stopped it, if something did."""
+    runs, places = choice.runs, choice.places
+    try:
+        if len(runs) == 1:
+            return most, _train_alone(runs[0], places[0], console, rules)
+        return most, _train_pack(runs, places, place, console, devices, rules, worker)
+    except DeviceMemoryError as error:
+        if len(runs) == 1:
+            _failed(runs, places, console, error)
+            return most, None
+        warn(console, f"{len(runs)} runs at once do not fit the device; from now on {len(runs) // 2}")
+        return len(runs) // 2, None
+    except (StorageError, DeadlineError):  # not of these runs alone
+        raise
+    except UserError as error:
+        _failed(runs, places, console, error)
+        return most, None
+
+
+def _train_pack(
+    runs: list[StudyRun],
+    places: list[Run],
+    place: Run,
+    console: Console,
+    devices: Sequence[Any],
+    rules: Rules,
+    worker: Worker,
 ) -> signal.Signals | None:
-    """What stopped it, if something did."""
-    places = [run_of(folder, run.name) for run in runs]
     config: ExperimentConfig = runs[0].config
-    if len(runs) == 1:
-        return _train_alone(runs[0], places[0], console, rules)
     compile_cache.enable(config.compile_cache)
-    ledger = Ledger(folder, 1)
+    ledger = Ledger(place.folder, worker.count) if worker.number == 0 else None
+    publish, fetch = (place.publish, place.pull_heartbeats) if place.remote else (None, None)
     with (
-        Health(folder / HEALTH, 0, 1, config.health, ledger) as health,
+        Health(place.folder / HEALTH, worker.number, worker.count, config.health, ledger, publish, fetch) as health,
         stop_on_signals(Cluster(), lambda text: say(console, text)) as stop,
     ):
         health.begin(0)
         train_pack(runs, places, console, health, stop, rule=rules, devices=devices)
-        return stop.by
+        if stop.by is not None:
+            health.ends(f"stopped: {stop.by.name}")
+    place.push()
+    return stop.by
 
 
 def _train_alone(run: StudyRun, place: Run, console: Console, rules: Rules) -> signal.Signals | None:
@@ -116,7 +214,11 @@ def _train_alone(run: StudyRun, place: Run, console: Console, rules: Rules) -> s
     before, began = read_outcome(place), time.monotonic()
     write_outcome(place, before._replace(state="running"))
     outcome = training.train(
-        run.config, place, console, ends=lambda step, scores: rules(step, {run.name: scores}).get(run.name)
+        run.config,
+        place,
+        console,
+        ends=lambda step, scores: rules(step, {run.name: scores}).get(run.name),
+        owned=True,
     )
     seconds = before.seconds + time.monotonic() - began
     ended = before._replace(step=outcome.step, seconds=seconds, reason=outcome.ended)
@@ -127,9 +229,8 @@ def _train_alone(run: StudyRun, place: Run, console: Console, rules: Rules) -> s
     return outcome.stopped_by
 
 
-def _failed(runs: Sequence[StudyRun], folder: Path, console: Console, error: Exception) -> None:
-    for run in runs:
-        place = run_of(folder, run.name)
+def _failed(runs: Sequence[StudyRun], places: Sequence[Run], console: Console, error: Exception) -> None:
+    for place in places:
         write_outcome(place, read_outcome(place)._replace(state="failed", reason=str(error).splitlines()[0]))
     names = ", ".join(run.name for run in runs[:3]) + (", …" if len(runs) > 3 else "")
     warn(console, f"{names} failed: {error}")

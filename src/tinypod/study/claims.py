@@ -1,0 +1,101 @@
+"""Which of several processes trains which runs of a study.
+
+Processes that start the same study on the same folder or bucket, on one machine or many, share its runs: each chooses
+some that nobody has, trains them, and comes back for more. A run belongs to the process that has its lock and its lease
+(`runs/lease.py`). A process that dies loses them, at once on its own machine, after a while in a bucket, and whoever
+comes back for more takes its runs. Nothing else is exchanged: there is no process that the others need.
+"""
+
+import fcntl
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tinypod.runs.folder import LockedError, Run
+from tinypod.runs.lease import Lease, LeaseError, own, this_owner
+
+CHOOSING = "choosing.lock"
+RETRY_S = 0.5
+AT_ONCE = 16  # requests to a store
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One of the processes that share a study."""
+
+    number: int = 0
+    count: int = 1
+
+    @property
+    def owner(self) -> str:
+        """Of the leases it takes. On a pod the workers have TINYPOD_OWNER in common."""
+        return f"{this_owner()}, worker {self.number} of a study"
+
+    def share(self, free: int, num_devices: int) -> int:
+        """Of so many free runs, the most that this process takes at once: what is left is dealt out evenly, so the last
+        packs are small ones and nobody waits long for the others. Devices are filled while there is enough."""
+        even = -(-free // self.count)
+        return -(-even // num_devices) * num_devices if even > num_devices else max(even, 1)
+
+
+def at_once(function: Callable[[Run], T], places: Sequence[Run]) -> list[T]:
+    """Of runs in a store: many requests at a time."""
+    if len(places) < 2 or places[0].remote is None:
+        return [function(place) for place in places]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(function, places))
+
+
+@contextmanager
+def choosing(study: Run) -> Iterator[None]:
+    """One process at a time looks at what is left and takes some of it."""
+    study.folder.mkdir(parents=True, exist_ok=True)
+    with open(study.folder / CHOOSING, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if study.remote is None:
+            yield
+            return
+        lease = Lease(study.remote, f"{this_owner()} {secrets.token_hex(4)}", CHOOSING)
+        while True:
+            try:
+                lease.take()
+                break
+            except LeaseError:  # they are quick; a dead one's lease lapses
+                time.sleep(RETRY_S)
+        try:
+            yield
+        finally:
+            lease.release()
+
+
+def is_free(place: Run, worker: Worker) -> bool:
+    """Nobody trains it, as far as can be seen: only `claim` knows."""
+    if place.is_locked():
+        return False
+    if place.remote is None:
+        return True
+    holder = Lease(place.remote, worker.owner).holder()
+    return holder is None or holder.owner == worker.owner
+
+
+def claim(stack: ExitStack, study: Run, places: Sequence[Run], worker: Worker) -> list[bool]:
+    """Which of the runs are ours, until the stack is left; brings them here from the store. The heartbeat of the study,
+    which is copied there every half minute, renews all their leases."""
+    taken = []
+    for place in places:
+        try:
+            stack.enter_context(own(place, worker.owner))
+        except (LockedError, LeaseError):
+            taken.append(False)
+            continue
+        taken.append(True)
+        for guard in place.guards:
+            study.guards.append(guard)
+            stack.callback(study.guards.remove, guard)
+    at_once(lambda place: place.pull(locked=True), [p for p, ours in zip(places, taken, strict=True) if ours])
+    return taken

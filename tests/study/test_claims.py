@@ -1,0 +1,136 @@
+"""Several processes share a study: every run is trained once, by one of them; what one leaves, another takes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import yaml
+
+import gcs
+from fixtures import CONFIGS, TINY, write_4x4
+from tinypod import config as configs
+from tinypod.runs.folder import Run, open_run
+from tinypod.study.claims import Worker, choosing, claim, is_free
+from tinypod.study.file import Study, load_study
+from tinypod.study.folder import read_outcome, refresh, run_of
+
+LIMIT_S = 900
+
+
+def test_shares_shrink_with_what_is_left() -> None:
+    """27 runs of one shape over 8 hosts of 4 devices; then the same with two runs a device."""
+
+    def sizes(runs: int, worker: Worker, num_devices: int) -> list[int]:
+        found = []
+        while runs:
+            found.append(min(worker.share(runs, num_devices), runs))
+            runs -= found[-1]
+        return found
+
+    assert sizes(27, Worker(count=8), 4) == [4, 3, 3, 3, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1]
+    assert sizes(64, Worker(count=8), 4)[:8] == [8, 8, 8, 8, 4, 4, 3, 3]
+    assert sizes(5, Worker(count=1), 4) == [5]
+
+
+def test_a_run_has_one_owner(tmp_path: Path) -> None:
+    study = Run(tmp_path)
+    places = [run_of(tmp_path, name) for name in "abc"]
+    one, two = Worker(0, 2), Worker(1, 2)
+    with ExitStack() as first, ExitStack() as second:
+        with choosing(study):
+            assert claim(first, study, places[:2], one) == [True, True]
+        assert [is_free(place, two) for place in places] == [False, False, True]
+        again = [run_of(tmp_path, name) for name in "abc"]
+        assert claim(second, study, again, two) == [False, False, True]
+        first.close()
+        assert [is_free(place, two) for place in places] == [True, True, False]
+
+
+def test_in_a_bucket_a_lease_tells_two_machines_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, url = gcs.shared(), "gs://tinypod-test/claims/machines"
+    one, two = Worker(0, 2), Worker(1, 2)
+    with ExitStack() as first, ExitStack() as second:
+        here, there = Run(tmp_path / "here", url), Run(tmp_path / "there", url)
+        store.put(f"{url}/runs/a/outcome.json", b'{"state": "waiting", "step": 20}')
+        with choosing(here):
+            assert claim(first, here, [run_of(here.folder, "a", url)], one) == [True]
+        assert read_outcome(run_of(here.folder, "a")).step == 20  # brought here
+        assert len(here.guards) == 1  # the study's heartbeat renews it
+        with choosing(there):
+            assert not is_free(run_of(there.folder, "a", url), two)
+            assert claim(second, there, [run_of(there.folder, n, url) for n in "ab"], two) == [False, True]
+        first.close()
+        assert here.guards == []
+        assert is_free(run_of(there.folder, "a", url), two)
+        # Started again after a crash the same worker needs not wait for its lease to lapse.
+        second.enter_context(choosing(there))
+        assert is_free(run_of(tmp_path / "new machine", "b", url), two)
+        assert not is_free(run_of(tmp_path / "new machine", "b", url), one)
+
+
+def write_study_file(folder: Path, data: Path) -> Path:
+    tree = configs.read_tree(CONFIGS / "trm" / "sudoku_mlp.yaml")
+    for text in (*TINY, f"data.path={data}", "compile_cache=null", "checkpoint.every_steps=20", "steps=200"):
+        tree = configs.merge(tree, configs.parse_override(text))
+    (folder / "base.yaml").write_text(yaml.safe_dump(tree))
+    path = folder / "shared.yaml"
+    path.write_text(yaml.safe_dump({"base": "base.yaml", "factors": {"model.hidden_size": [16, 32]}, "seeds": 3}))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["folder", "bucket"])
+def test_what_one_worker_leaves_another_takes(place: str, tmp_path: Path) -> None:
+    """Two workers; the one that came first is ended in the middle of its runs, and a new one comes."""
+    path = write_study_file(tmp_path, write_4x4(tmp_path / "data"))
+    store = gcs.shared()
+    url = "gs://tinypod-test/claims/story"
+    target = url if place == "bucket" else str(tmp_path / "s")
+    argv = [sys.executable, "-m", "tinypod", "study", "run", str(path), "--folder", target, "--workers", "2"]
+
+    def start(number: int, cache: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / cache), "COLUMNS": "200"}
+        return subprocess.Popen(
+            [*argv, "--worker", str(number)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+
+    def has_saved(name: str) -> bool:
+        if place == "bucket":
+            return any(f"runs/{name}/checkpoints/20/" in file for file in store.files(url))
+        return (tmp_path / "s" / "runs" / name / "checkpoints" / "20").exists()
+
+    study: Study = load_study(path)
+    dearest = [run.name for run in study.runs if run.config.model.hidden_size == 32]
+    first = start(1, "first")
+    deadline = time.monotonic() + LIMIT_S
+    while not any(has_saved(name) for name in dearest):
+        assert first.poll() is None, first.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    second = start(0, "second")
+    # Killed where the kernel frees its runs at once; in a bucket that takes LAPSE_S, so there it may say good-bye.
+    first.send_signal(signal.SIGTERM if place == "bucket" else signal.SIGKILL)
+    first.communicate(timeout=LIMIT_S)
+    said = second.communicate(timeout=LIMIT_S)[0]
+    assert second.returncode == 0, said
+    read = open_run(target) if place == "folder" else Run(tmp_path / "read", url)
+    refresh(read)
+    outcomes = {run.name: read_outcome(run_of(read.folder, run.name)) for run in study.runs}
+    assert {outcome.state for outcome in outcomes.values()} == {"done"}, said
+    assert all(outcome.step == 200 for outcome in outcomes.values())
+    assert "resuming" in said
+    if place == "bucket":
+        files = store.files(url)
+        assert "report/report.html" in files
+        assert not [name for name in files if name.endswith(".lock")], "somebody still owns something"
+        assert all(f"runs/{name}/curves.png" in files for name in outcomes)
