@@ -22,8 +22,9 @@ LAYERS = [
     {"experiment"},
     {"runs", "health", "cluster"},
     {"train", "weights"},
-    {"check", "plan", "solve", "generate", "cache", "pod"},
+    {"check", "plan", "solve", "generate", "cache"},
     {"study"},
+    {"pod"},
     {"cli"},
 ]
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -15,6 +15,7 @@ import gcs
 from tinypod.errors import UserError
 from tinypod.pod import keep, ship
 from tinypod.pod.gcloud import Gcloud, GcloudError
+from tinypod.pod.job import Job
 from tinypod.pod.keep import PodRun, SpendingLimit
 from tinypod.runs.folder import open_run
 from tinypod.runs.lease import Lease, LeaseError
@@ -25,7 +26,10 @@ PROGRAM = """
 import os, signal, sys, time
 path = os.environ["ENDS"]
 first, *rest = open(path).read().splitlines()
-open(path, "w").write("\\n".join(rest))
+if os.environ.get("BY_NUMBER"):  # several workers: each has a line of its own
+    first = open(path).read().splitlines()[int(sys.argv[-2].partition("=")[2])]
+else:
+    open(path, "w").write("\\n".join(rest))
 print("this start ends with", first, os.environ["TINYPOD_OWNER"], *sys.argv[1:], flush=True)
 if first == "wait":
     signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), os._exit(143)))
@@ -42,12 +46,15 @@ class Story:
         self.cloud, self.url, self.ends = cloud, url, folder / "ends"
         self.console, self.waits = recording(), list[float]()
         self.at_wait: Callable[[int], None] = lambda number: None
+        self.command: tuple[str, ...] = ("train", "config.yaml", f"--run={url}")
+        self.apart = False
 
     def pod_run(self, **changes) -> PodRun:
         environment = {"ENDS": str(self.ends)}
         more = {"type": "v4-8", "python": sys.executable, "environment": environment}
         gcloud = Gcloud(make_spec(**{**more, **changes}))
-        return PodRun(gcloud, open_run(self.url), "steps: 1\n", self.console, sleep=self.sleep)
+        job = Job(self.url, {"config.yaml": "steps: 1\n"}, self.command, (), self.apart)
+        return PodRun(gcloud, open_run(self.url), job, self.console, sleep=self.sleep)
 
     def sleep(self, seconds: float) -> None:
         self.waits.append(seconds)
@@ -93,6 +100,26 @@ def test_until_it_is_done(story: Story, cloud: Cloud) -> None:
     logs = list(story.pod_run().logs.glob("worker_0.log"))
     assert logs[0].read_text().count("this start ends with") == 3
     assert gcs.shared().files(story.url).keys() == {"pod.json"}  # and no lease is left
+
+
+def test_a_study_is_done_when_one_of_its_workers_says_so(story: Story, cloud: Cloud) -> None:
+    """One crashed, the other trained its runs as well: nothing is left to start again."""
+    story.apart, story.command = True, ("study", "run", "s.yaml", f"--folder={story.url}")
+    assert story.keep("1", "0", type="v4-16", environment={"ENDS": str(story.ends), "BY_NUMBER": "1"}) == 0
+    assert (story.starts, creations(cloud)) == (2, 1)
+    for number in range(2):
+        assert f"s.yaml --folder={story.url} --worker={number} --workers=2" in story.text
+
+
+def test_a_study_that_gets_no_further_is_given_up(story: Story) -> None:
+    """Its progress is that of all its runs together."""
+    story.apart = True
+    gcs.shared().put(f"{story.url}/study.json", json.dumps({"runs": [{"name": "a"}, {"name": "b"}]}).encode())
+    for name, step in (("a", 30), ("b", 12)):
+        outcome = json.dumps({"state": "waiting", "step": step}).encode()
+        gcs.shared().put(f"{story.url}/runs/{name}/outcome.json", outcome)
+    assert story.keep("1", "1", "1", "0") == 1
+    assert "gave up: the run failed 3 times at step 42" in story.text
 
 
 def test_three_failures_at_one_step_are_enough(story: Story) -> None:

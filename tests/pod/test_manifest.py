@@ -12,7 +12,9 @@ from test_gcloud import HOSTILE
 
 from tinypod.errors import EXIT_CODES, UserError
 from tinypod.plan.slices import all_slices, find_slice
-from tinypod.pod.manifest import JobSet, Sbatch
+from tinypod.pod.job import make_job
+from tinypod.pod.manifest import CONFIG_FOLDER, JobSet, Sbatch
+from tinypod.study.file import load_study
 
 SCHEMA = json.loads(Path(__file__).with_name("jobset_schema.json").read_text())
 TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool, "number": float}
@@ -40,13 +42,12 @@ def problems(value: Any, schema: dict[str, Any], where: str = "") -> list[str]:
     return found
 
 
-def job_set(name: str = "v6e-16", **changes: Any) -> JobSet:
+def job_set(slice_name: str = "v6e-16", **changes: Any) -> JobSet:
     fields = {
         "name": "sudoku",
-        "slice": find_slice(name),
+        "slice": find_slice(slice_name),
         "image": "reg/img:1",
-        "run": "gs://b/x",
-        "config": "steps: 1\n",
+        "job": make_job("demo", ["data.path=gs://b/d"], "gs://b/x", folder=f"{CONFIG_FOLDER}/"),
     }
     return JobSet(**{**fields, **changes})
 
@@ -61,7 +62,7 @@ def test_every_slice_s_manifest_is_valid(name: str) -> None:
     more = {"spot": True, "service_account": "trainer", "queue": "tpus", "environment": {"A": "b"}}
     config_map, document = yaml.safe_load_all(job_set(name, **more).render())
     assert problems(document, SCHEMA) == []
-    assert config_map["data"] == {"config.yaml": "steps: 1\n"}
+    assert yaml.safe_load(config_map["data"]["config.yaml"])["data"]["path"] == "gs://b/d"
     job, pod = pod_of(document)
     chips = pod["containers"][0]["resources"]["limits"]["google.com/tpu"]
     assert job["parallelism"] == job["completions"] == find_slice(name).hosts
@@ -105,10 +106,35 @@ def test_selectors_restarts_and_environment() -> None:
     assert pod["containers"][0]["command"][-1] == "--run=gs://b/x"
 
 
+def test_the_hosts_of_a_study_compute_apart(tmp_path: Path) -> None:
+    """Each with its own chips, its number from Kubernetes; and the study is the same from the files that go along."""
+    name, overrides = "studies/paper_ablations", ["data.path=gs://b/d", "steps=100"]
+    job = make_job(name, overrides, "gs://b/x", folder=f"{CONFIG_FOLDER}/")
+    config_map, document = job_set("v5e-16", job=job).documents()
+    assert problems(document, SCHEMA) == []
+    container = pod_of(document)[1]["containers"][0]
+    words = ["tinypod", "study", "run", "/etc/tinypod/paper_ablations.yaml", "--folder=gs://b/x", "--workers=4"]
+    assert container["command"] == words
+    variables = {one["name"]: one["value"] for one in container["env"]}
+    assert (variables["TPU_PROCESS_BOUNDS"], variables["TPU_CHIPS_PER_PROCESS_BOUNDS"]) == ("1,1,1", "2,2,1")
+    for file, text in config_map["data"].items():
+        (tmp_path / file).write_text(text)
+    assert load_study(tmp_path / "paper_ablations.yaml").runs == load_study(name, overrides).runs
+    with pytest.raises(UserError, match="--supervise"):
+        make_job(name, [], "gs://b/x", supervise=True)
+
+
+def test_slurm_starts_one_worker_of_a_study_a_node(tmp_path: Path) -> None:
+    script = Sbatch("s", 3, 8, ["tinypod", "study", "run", "f.yaml", "--workers=3"], apart=True).render()
+    assert "#SBATCH --ntasks-per-node=1\n" in script
+    assert "#SBATCH --gpus-per-node=8\n" in script
+    assert in_a_shell(script, tmp_path, 0)[1][0][2:4] == ["--kill-on-bad-exit=0", "tinypod"]
+
+
 @pytest.mark.parametrize("name", ["Sudoku", "a" * 41, "a_b", "-a", "", "a b"])
 def test_names_that_kubernetes_would_refuse(name: str) -> None:
     with pytest.raises(UserError, match="--name"):
-        JobSet(name, find_slice("v4-8"), "i", "gs://b/x", "")
+        job_set(name=name)
 
 
 def in_a_shell(script: str, folder: Path, code: int, restarts: int = 0) -> tuple[int, list[list[str]]]:

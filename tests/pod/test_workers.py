@@ -245,13 +245,13 @@ def test_what_is_shipped(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     for name in ("task.py", "task.yaml", ".env", "key.json", "weights.npz"):
         (tmp_path / "mine" / name).write_text("x")
-    files = ship.files_to_ship("steps: 1\n", [str(tmp_path / "mine")])
+    files = ship.files_to_ship({"config.yaml": "steps: 1\n"}, [str(tmp_path / "mine")])
     assert {"task.py", "task.yaml", "config.yaml", "requirements.txt", "tinypod/train.py"} <= files.keys()
     assert {"tinypod/configs/demo.yaml", "tinypod/plan/prices.yaml"} <= files.keys()
     assert not {".env", "key.json", "weights.npz"} & files.keys()
     with pytest.raises(UserError, match="code: there is no folder"):
-        ship.files_to_ship("", [str(tmp_path / "other")])
+        ship.files_to_ship({}, [str(tmp_path / "other")])
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "task.py").write_text("y")
     with pytest.raises(UserError, match=r"two folders have a task.py"):
-        ship.files_to_ship("", [str(tmp_path / "mine"), str(tmp_path / "theirs")])
+        ship.files_to_ship({}, [str(tmp_path / "mine"), str(tmp_path / "theirs")])

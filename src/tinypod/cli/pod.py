@@ -5,20 +5,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tinypod.cli.shared import Overrides, app, console, load_config
+from tinypod.cli.shared import Overrides, app, console
 from tinypod.errors import UserError
 from tinypod.runs.terminal import say
 
 if TYPE_CHECKING:
     from tinypod.pod.gcloud import Gcloud
+    from tinypod.pod.job import Job
 
 pod_app = typer.Typer(no_args_is_help=True, help="TPU slices: bring one up, train on it, take it down.")
 app.add_typer(pod_app, name="pod")
 
 Spec = Annotated[str, typer.Argument(metavar="SPEC", help="A YAML file that says which slice; see examples/pod.yaml.")]
-ConfigFile = Annotated[str, typer.Argument(help="A YAML config, or the name of a recipe.")]
+ConfigFile = Annotated[str, typer.Argument(help="A YAML config or study, or the name of a shipped one.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the gcloud commands instead of running them.")]
-RunUrl = Annotated[str, typer.Option("--run", help="Where the run lies: gs://BUCKET/FOLDER.")]
+RunUrl = Annotated[str, typer.Option("--run", help="Where the run or the study lies: gs://BUCKET/FOLDER.")]
 
 
 @pod_app.command("up")
@@ -60,18 +61,21 @@ def run(
     With `--keep`: a slice that is preempted or faulty is deleted and asked for again, and training resumes from its
     last checkpoint, until it is done, has failed three times at one step, or has cost `spending_limit_dollars`.
 
+    A study works the same: every host trains some of its runs with its own chips, until all have ended.
+
     Example: `tinypod pod run pod.yaml trm/sudoku_mlp data.path=gs://b/sudoku --run gs://b/runs/first --keep --down`
     """
-    from tinypod import config as configs
     from tinypod.pod import lifecycle
+    from tinypod.pod.job import make_job
     from tinypod.pod.keep import PodRun
     from tinypod.pod.state import read_state
     from tinypod.runs.folder import open_run
 
     _check_run(run)
-    gcloud, loaded = _gcloud(spec, dry_run), load_config(config, overrides)
-    _check_paths(loaded)
-    pod_run = PodRun(gcloud, open_run(run), configs.dump(loaded), console, supervise)
+    gcloud, place = _gcloud(spec, dry_run), open_run(run)
+    job = make_job(config, overrides or [], str(place), supervise=supervise)
+    _check_paths(job)
+    pod_run = PodRun(gcloud, place, job, console)
     try:
         code = pod_run.keep() if keep and not dry_run else pod_run.once()
     except KeyboardInterrupt:
@@ -193,29 +197,32 @@ def manifest(
     queue: Annotated[str | None, typer.Option(help="For GKE: Kueue's local queue.")] = None,
     max_restarts: Annotated[int, typer.Option(min=0, help="Starts after the first one.")] = 20,
 ) -> None:
-    """Print a JobSet for GKE, or an sbatch script for Slurm, that trains this config.
+    """Print a JobSet for GKE, or an sbatch script for Slurm, that trains this config, or the runs of this study.
 
     Examples: `tinypod pod manifest trm/sudoku_mlp data.path=gs://b/sudoku --run gs://b/x --slice v6e-16 --image IMAGE
     | kubectl apply -f -`, `tinypod pod manifest demo --run /shared/runs/x --slurm --nodes 2 > job.sh`.
     """
-    from tinypod import config as configs
     from tinypod.plan.slices import find_slice
-    from tinypod.pod.manifest import JobSet, Sbatch
+    from tinypod.pod.job import make_job
+    from tinypod.pod.manifest import CONFIG_FOLDER, JobSet, Sbatch
 
-    loaded = load_config(config, overrides)
     if slurm:
         if not run:
             raise UserError("--run: say where the run lies: a folder that all nodes see, or gs://BUCKET/FOLDER")
-        command = ["tinypod", "train", config, *(overrides or []), f"--run={run}"]
-        text = Sbatch(name, nodes, gpus_per_node, command, time, partition, max_restarts).render()
+        apart = make_job(config, overrides or [], run).apart  # says what is wrong with the config, too
+        words = ["study", "run", config, *(overrides or []), f"--folder={run}", f"--workers={nodes}"]
+        words = words if apart else ["train", config, *(overrides or []), f"--run={run}"]
+        text = Sbatch(
+            name, nodes, gpus_per_node, ["tinypod", *words], time, partition, max_restarts, apart=apart
+        ).render()
     else:
         _check_run(run)
-        _check_paths(loaded)
+        job = make_job(config, overrides or [], run, folder=f"{CONFIG_FOLDER}/")
+        _check_paths(job)
         if slice_name is None or image is None:
             raise UserError("a JobSet needs --slice (like v6e-16) and --image; an sbatch script, --slurm")
-        written = configs.dump(loaded)
         text = JobSet(
-            name, find_slice(slice_name), image, run, written, spot, service_account, queue, max_restarts=max_restarts
+            name, find_slice(slice_name), image, job, spot, service_account, queue, max_restarts=max_restarts
         ).render()
     print(text, end="")
 
@@ -240,14 +247,19 @@ def _check_run(run: str) -> None:
         )
 
 
-def _check_paths(section: Any, prefix: str = "") -> None:
+def _check_paths(job: "Job") -> None:
     """Paths in a config must mean the same on a worker as here."""
+    for config in job.configs:
+        _check_paths_in(config)
+
+
+def _check_paths_in(section: Any, prefix: str = "") -> None:
     from tinypod.config import Config
     from tinypod.runs import storage
 
     for name, value in section:
         if isinstance(value, Config):
-            _check_paths(value, f"{prefix}{name}.")
+            _check_paths_in(value, f"{prefix}{name}.")
         elif (
             name == "path" and isinstance(value, str) and not storage.is_remote(value) and not Path(value).is_absolute()
         ):

@@ -22,6 +22,7 @@ from tinypod.errors import EXIT_CODES, EXPLAINED, FINAL, LATER, CorruptionError,
 from tinypod.health.heartbeat import read_heartbeats
 from tinypod.pod import lifecycle, ship
 from tinypod.pod.gcloud import Gcloud, GcloudError, GcloudTimeout, NoCapacity
+from tinypod.pod.job import Job
 from tinypod.pod.spending import Spending
 from tinypod.pod.state import PodState, read_state
 from tinypod.pod.workers import Report, WorkerError, Workers, read_places, write_places
@@ -29,6 +30,7 @@ from tinypod.runs import lease
 from tinypod.runs.folder import HEALTH, Run
 from tinypod.runs.status import checkpoint_steps
 from tinypod.runs.terminal import duration, say
+from tinypod.study.folder import steps_done
 
 KEEPER = "keeper.lock"  # who watches, beside who trains
 PLACES = "workers.json"  # up to where each worker's log was read: attaching again doubles no line
@@ -67,10 +69,9 @@ class PodRun:
     """One run on one slice."""
 
     gcloud: Gcloud
-    run: Run
-    config: str  # resolved, as YAML
+    run: Run  # or study
+    job: Job
     console: Console
-    supervise: bool = False
     sleep: Callable[[float], None] = time.sleep
     _rests: dict[int, bytes] = field(default_factory=dict)
     _furthest: int = -1
@@ -232,7 +233,7 @@ class PodRun:
 
     def _check_owner(self) -> None:
         """Before money is spent: is the run being trained elsewhere?"""
-        if self.run.remote is None:
+        if self.run.remote is None or self.job.apart:  # a study is shared: each of its runs has an owner
             return
         held = lease.Lease(self.run.remote, owner=self.spec.owner)
         holder = held.holder()
@@ -251,10 +252,10 @@ class PodRun:
         if reports and all(report.state == "running" for report in reports):
             say(self.console, f"{self.run} is being trained on {self.spec.name}: attaching to it")
             return
-        self.workers.send(ship.files_to_ship(self.config, self.spec.code), self.console)
-        arguments = ["train", ship.CONFIG, f"--run={self.run}", *(["--supervise"] if self.supervise else [])]
+        self.workers.send(ship.files_to_ship(self.job.files, self.spec.code), self.console)
+        environment = {**self.job.environment(self.spec.slice), **self.spec.environment, lease.OWNER: self.spec.owner}
         self._began = time.time()
-        self.workers.start(str(self.run), arguments, {**self.spec.environment, lease.OWNER: self.spec.owner})
+        self.workers.start(str(self.run), self.job.command, environment, numbered=self.job.apart)
         if self.gcloud.dry_run:
             return
         say(
@@ -291,7 +292,7 @@ class PodRun:
                 return self._ended(reports)
             if self.spending.exhausted:
                 return Outcome("limit")
-            if failed_at is None and any(report.code not in (None, 0) for report in ended):
+            if failed_at is None and not self.job.apart and any(report.code not in (None, 0) for report in ended):
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() - failed_at > GRACE_S:
                 self.workers.stop(GRACE_S)  # what is left can only wait
@@ -309,7 +310,7 @@ class PodRun:
             self._print(worker, self._rests.pop(worker, b""))
         codes = [report.code if report.code is not None else 137 for report in reports]
         bad = [code for code in codes if code]
-        if not bad:
+        if not bad or (self.job.apart and 0 in codes):  # one of a study ends so when all runs have ended
             return Outcome("done")
         # One that waited for the others (76), or was aborted with them, knows less than the one that failed.
         telling = [code for code in bad if code in EXPLAINED and code != DeadlineError.exit_code]
@@ -317,9 +318,11 @@ class PodRun:
 
     def _step(self) -> int:
         """How far the run has come, by what lies in the bucket: heartbeats, which may be half a minute old where a
-        machine was lost, and checkpoints; -1 before the first."""
+        machine was lost, and checkpoints; -1 before the first. A study: all its runs together."""
         steps = []
         try:
+            if self.job.apart:
+                return steps_done(self.run)
             self.run.pull_heartbeats()
             steps = checkpoint_steps(self.run.checkpoints)
         except UserError as error:

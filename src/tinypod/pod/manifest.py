@@ -13,6 +13,7 @@ import yaml
 
 from tinypod.errors import FINAL, UserError
 from tinypod.plan.slices import Slice
+from tinypod.pod.job import Job
 from tinypod.runs.lease import OWNER
 
 # What GKE calls each generation, on the nodes of its pools.
@@ -31,13 +32,12 @@ _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")  # Kubernetes adds `-slic
 
 @dataclass(frozen=True)
 class JobSet:
-    """A run on one slice of a GKE cluster."""
+    """A run, or a study, on one slice of a GKE cluster."""
 
     name: str
     slice: Slice
     image: str
-    run: str
-    config: str  # resolved, as YAML
+    job: Job  # with its files in CONFIG_FOLDER
     spot: bool = False
     service_account: str | None = None  # Kubernetes', with access to the bucket
     queue: str | None = None  # Kueue's
@@ -56,7 +56,7 @@ class JobSet:
 
     def _config_map(self) -> dict[str, Any]:
         metadata = {"name": f"{self.name}-config"}
-        return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"config.yaml": self.config}}
+        return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": self.job.files}
 
     def _job_set(self) -> dict[str, Any]:
         metadata: dict[str, Any] = {
@@ -67,7 +67,8 @@ class JobSet:
         if self.queue is not None:
             metadata["labels"] = {"kueue.x-k8s.io/queue-name": self.queue}
         # A failed pod fails its job (backoffLimit 0), and a failed job restarts all pods: what is left of a run that
-        # lost a process can only wait. Exit codes that no restart mends fail the whole set.
+        # lost a process can only wait, and a study resumes what was saved. Exit codes that no restart mends fail the
+        # whole set.
         never = {"action": "FailJobSet", "name": "noRestartHelps", "onJobFailureReasons": ["PodFailurePolicy"]}
         return {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -99,11 +100,13 @@ class JobSet:
         if self.spot:
             selector["cloud.google.com/gke-spot"] = "true"
         chips = self.slice.chips // self.slice.hosts
-        variables = {OWNER: f"jobset {self.name}", **self.environment}
+        variables = {OWNER: f"jobset {self.name}", **self.job.environment(self.slice), **self.environment}
+        # A worker of a study has its number from the index that Kubernetes gives to its pod.
+        workers = [f"--workers={self.slice.hosts}"] if self.job.apart else []
         container = {
             "name": "train",
             "image": self.image,
-            "command": ["tinypod", "train", f"{CONFIG_FOLDER}/config.yaml", f"--run={self.run}"],
+            "command": ["tinypod", *self.job.command, *workers],
             "env": [{"name": name, "value": value} for name, value in variables.items()],
             "resources": {"requests": {"google.com/tpu": chips}, "limits": {"google.com/tpu": chips}},
             "volumeMounts": [{"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True}],
@@ -124,15 +127,16 @@ class JobSet:
 
 @dataclass(frozen=True)
 class Sbatch:
-    """A run on a Slurm cluster: one process a GPU, as JAX counts them there."""
+    """On a Slurm cluster: a run with one process a GPU, as JAX counts them there; a study with one a node."""
 
     name: str
     nodes: int
     gpus_per_node: int
-    command: list[str]  # `tinypod train ...`
+    command: list[str]  # `tinypod train ...`, `tinypod study run ...`
     time: str | None = None
     partition: str | None = None
     max_restarts: int = 20
+    apart: bool = False  # a study: the nodes share its runs
 
     def __post_init__(self) -> None:
         # These stand in comments that sbatch reads, where nothing can be quoted.
@@ -144,7 +148,7 @@ class Sbatch:
         options = [
             f"--job-name={self.name}",
             f"--nodes={self.nodes}",
-            f"--ntasks-per-node={self.gpus_per_node}",
+            f"--ntasks-per-node={1 if self.apart else self.gpus_per_node}",
             f"--gpus-per-node={self.gpus_per_node}",
             *([f"--time={self.time}"] if self.time else []),
             *([f"--partition={self.partition}"] if self.partition else []),
@@ -163,7 +167,7 @@ class Sbatch:
                 f'export {OWNER}="slurm job $SLURM_JOB_ID"',
                 "",
                 "# Before the time is up Slurm sends SIGTERM to the processes: they save and end with 143.",
-                f"srun --kill-on-bad-exit=1 {shlex.join(self.command)}",
+                f"srun --kill-on-bad-exit={int(not self.apart)} {shlex.join(self.command)}",
                 "code=$?",
                 "",
                 'case "$code" in',

@@ -1,7 +1,7 @@
 """What workers need, and only what has changed of it: each file is known by the hash of its content.
 
-Sent are the package as it is here, the resolved config, the modules and configs of `code:` folders, and the versions of
-all packages that are installed here. Nothing else: no hidden files, no data, no credentials.
+Sent are the package as it is here, the resolved config or study, the modules and configs of `code:` folders, and the
+versions of all packages that are installed here. Nothing else: no hidden files, no data, no credentials.
 """
 
 import hashlib
@@ -20,12 +20,12 @@ from tinypod.errors import UserError
 
 EXTRAS = ("gcs", "tpu")  # of this package, on a worker
 SUFFIXES = (".py", ".yaml", ".yml")
-CONFIG, REQUIREMENTS, WORKER, MANIFEST = "config.yaml", "requirements.txt", "worker.py", "manifest.json"
+REQUIREMENTS, WORKER, MANIFEST = "requirements.txt", "worker.py", "manifest.json"
 # What markers in requirements are asked for: the workers' system, not this one's.
 _WORKERS = {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64", "os_name": "posix"}
 
 
-def files_to_ship(config: str, code: list[str]) -> dict[str, bytes]:
+def files_to_ship(asked_for: Mapping[str, str], code: list[str]) -> dict[str, bytes]:
     """By their names on a worker."""
     package = Path(tinypod.__file__).parent
     files = {f"tinypod/{name}": content for name, content in _read_folder(package).items()}
@@ -35,7 +35,8 @@ def files_to_ship(config: str, code: list[str]) -> dict[str, bytes]:
         for name, content in _read_folder(folder).items():
             if files.setdefault(name, content) != content:
                 raise UserError(f"code: two folders have a {name}, and they differ")
-    return {**files, CONFIG: config.encode(), REQUIREMENTS: locked_requirements().encode()}
+    described = {name: text.encode() for name, text in asked_for.items()}
+    return {**files, **described, REQUIREMENTS: locked_requirements().encode()}
 
 
 def _read_folder(folder: Path) -> dict[str, bytes]:

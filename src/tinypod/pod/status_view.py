@@ -16,6 +16,8 @@ from tinypod.pod.workers import Report, Workers
 from tinypod.runs import status
 from tinypod.runs.folder import open_run
 from tinypod.runs.terminal import duration
+from tinypod.study.folder import STUDY, refresh
+from tinypod.study.status import table as study_table
 
 
 class PodStatus:
@@ -27,6 +29,7 @@ class PodStatus:
         self.reports: list[Report] = Workers(gcloud).reports(with_logs=False) if ready else []
         self.run_name = next((report.run for report in self.reports if report.run), None)
         self.run: status.RunStatus | None = None
+        self.study: Table | None = None
         self.spent: Spending | None = None
         if self.run_name is not None:
             self._read_run(self.run_name)
@@ -36,8 +39,11 @@ class PodStatus:
         try:
             run.pull()
             run.pull_heartbeats()
-            self.run = status.read_status(run.folder, time.time(), run.checkpoints)
             self.spent = Spending(self.spec, run)
+            if (run.folder / STUDY).exists():
+                refresh(run)
+                self.study = study_table(run.folder)
+            self.run = status.read_status(run.folder, time.time(), run.checkpoints)
         except UserError:  # it has only just begun, or the bucket is not ours to read
             return
 
@@ -58,6 +64,8 @@ class PodStatus:
             parts.append(self._table())
         if self.run is not None:
             parts += [Text(f"{self.run_name}: {status.summary(self.run)}"), goodput_view.render(self.run.goodput)]
+        if self.study is not None:
+            parts.append(self.study)
         if self.spent is not None and self.spent.grants:
             parts.append(Text(f"spent: {self.spent.describe()}"))
         return Group(*parts)

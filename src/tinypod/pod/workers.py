@@ -93,11 +93,16 @@ class Workers:
             request = {"python": spec.python, "version": version}
             self._all(lambda worker: self._ask(worker, "settle", request, SET_UP_TIMEOUT_S))
 
-    def start(self, run: str, arguments: Sequence[str], environment: dict[str, str]) -> bool:
-        """Start training everywhere; False if it was running already on all of them."""
-        request: dict[str, Any] = {"run": run, "arguments": list(arguments), "environment": environment}
-        request |= {"python": self.gcloud.spec.python}
-        answers = self._all(lambda worker: self._ask(worker, "start", request))
+    def start(self, run: str, arguments: Sequence[str], environment: dict[str, str], *, numbered: bool = False) -> bool:
+        """Start training everywhere; False if it was running already on all of them. `numbered`: each is told which of
+        how many workers it is."""
+        request: dict[str, Any] = {"run": run, "environment": environment, "python": self.gcloud.spec.python}
+
+        def start_one(worker: int) -> dict[str, Any]:
+            number = [f"--worker={worker}", f"--workers={self.count}"] if numbered else []
+            return self._ask(worker, "start", {**request, "arguments": [*arguments, *number]})
+
+        answers = self._all(start_one)
         return any(answer.get("started", False) for answer in answers)
 
     def stop(self, grace_s: float) -> None:

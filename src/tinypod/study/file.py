@@ -21,6 +21,7 @@ from pathlib import Path
 from random import Random
 from typing import Annotated, Any, Literal, NamedTuple
 
+import yaml
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from tinypod import config as configs
@@ -144,10 +145,29 @@ class Study(NamedTuple):
 def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
     """`overrides` go into every run, after the file's `set`."""
     found = configs.locate(path)
-    file = configs.validate(configs.read_tree(found), StudyFile, str(path))
-    if (beside := found.parent / file.base).is_file():
-        file = file.model_copy(update={"base": str(beside)})
-    return expand(found.stem, file, overrides, str(path))
+    return expand(found.stem, _read(found, str(path)), overrides, str(path))
+
+
+def _read(path: Path, where: str) -> StudyFile:
+    file = configs.validate(configs.read_tree(path), StudyFile, where)
+    beside = path.parent / file.base
+    return file.model_copy(update={"base": str(beside)}) if beside.is_file() else file
+
+
+def is_study(path: str | Path) -> bool:
+    """Whether a file describes a study, and not one run."""
+    return "base" in configs.read_tree(configs.locate(path))
+
+
+def written_out(path: str | Path, overrides: Sequence[str]) -> dict[str, str]:
+    """The same study as files by name, for a machine that has none of those it names."""
+    found = configs.locate(path)
+    file = _read(found, str(path))
+    base = f"{found.stem}_base.yaml"
+    tree = file.model_dump(mode="json", exclude_defaults=True) | {"base": base}
+    tree.pop("set", None)
+    trees = {f"{found.stem}.yaml": tree, base: _base_tree(file, overrides)}
+    return {name: yaml.safe_dump(content, sort_keys=False, allow_unicode=True) for name, content in trees.items()}
 
 
 def study_of(base: str, lists: Mapping[str, Sequence[Any]], overrides: Sequence[str]) -> Study:
@@ -179,11 +199,7 @@ def _leaf(tree: Any) -> Any:
 
 
 def expand(name: str, file: StudyFile, overrides: Sequence[str], where: str) -> Study:
-    base = configs.read_tree(configs.locate(file.base))
-    for key, value in file.set.items():
-        base = configs.merge(base, _nested(key, value))
-    for text in overrides:
-        base = configs.merge(base, configs.parse_override(text))
+    base = _base_tree(file, overrides)
     seeds = list(range(file.seeds)) if isinstance(file.seeds, int) else file.seeds
     runs = []
     for variant, changes, levels in _variants(file):
@@ -201,6 +217,15 @@ def expand(name: str, file: StudyFile, overrides: Sequence[str], where: str) -> 
     if len({run.name.casefold() for run in runs}) < len(runs):
         raise ConfigError(f"{where}: two variants have the same name; give them names that differ")
     return Study(name, file, runs)
+
+
+def _base_tree(file: StudyFile, overrides: Sequence[str]) -> dict[str, Any]:
+    base = configs.read_tree(configs.locate(file.base))
+    for key, value in file.set.items():
+        base = configs.merge(base, _nested(key, value))
+    for text in overrides:
+        base = configs.merge(base, configs.parse_override(text))
+    return base
 
 
 def _check_rungs(file: StudyFile, config: ExperimentConfig, where: str) -> None:

@@ -51,6 +51,14 @@ def refresh(study: Run, *, wholly: bool = False) -> None:
     at_once(Run.pull if wholly else _fetch, runs_of(study))
 
 
+def steps_done(study: Run) -> int:
+    """By all runs together, as far as they are saved; -1 before the study has begun."""
+    refresh(study)
+    if not (study.folder / STUDY).exists():
+        return -1
+    return sum(read_outcome(run).step for run in runs_of(study))
+
+
 def _fetch(run: Run) -> None:
     for name in (CONFIG, OUTCOME, METRICS):
         run.fetch(name)
