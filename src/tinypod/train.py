@@ -82,16 +82,18 @@ def train(
     profile: tuple[int, int] | None = None,
     ends: Ends | None = None,
     owned: bool = False,
+    devices: Sequence[Any] | None = None,
 ) -> Outcome:
     """Train until `config.steps`, from the latest checkpoint in the run folder if there is one. `ends` is asked after
-    each evaluation, in process 0. `owned`: the caller has the right to train the run already (`lease.own`)."""
+    each evaluation, in process 0. `owned`: the caller has the right to train the run already (`lease.own`).
+    `devices`: the ones to use, default all."""
     cluster = cluster or Cluster()
     config = with_absolute_paths(config)
     with ExitStack() as owner, ExitStack() as stack:
         if not cluster.is_primary:
             console = Console(file=stack.enter_context(open(os.devnull, "w")))
         compile_cache.enable(config.compile_cache)
-        experiment = build(config, console=console)
+        experiment = build(config, devices, console=console)
         experiment.check_batch()
         ledger = None
         if cluster.is_primary:

@@ -28,13 +28,14 @@ def test_shares_shrink_with_what_is_left() -> None:
     def sizes(runs: int, worker: Worker, num_devices: int) -> list[int]:
         found = []
         while runs:
-            found.append(min(worker.share(runs, num_devices), runs))
+            found.append(min(worker.most(runs, num_devices) or runs, runs))
             runs -= found[-1]
         return found
 
     assert sizes(27, Worker(count=8), 4) == [4, 3, 3, 3, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1]
     assert sizes(64, Worker(count=8), 4)[:8] == [8, 8, 8, 8, 4, 4, 3, 3]
     assert sizes(5, Worker(count=1), 4) == [5]
+    assert Worker(count=2).most(40, 4, limit=7) == 7
 
 
 def test_a_run_has_one_owner(tmp_path: Path) -> None:

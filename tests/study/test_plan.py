@@ -28,11 +28,11 @@ def test_packs_hours_and_price(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     fake_compiler.install(monkeypatch, tmp_path)
     study = load_study(write(tmp_path, factors={"model.hidden_size": [32, 64]}, seeds=9))
     found = plan_study(study, V4_8, read_prices(None), Console(file=StringIO()))
-    assert [(len(pack.runs), pack.a_device, pack.rounds) for pack in found.packs] == [(9, 3, 1), (9, 3, 1)]
-    one = found.packs[0].plan
+    assert [(len(shape.runs), shape.a_device, shape.packs) for shape in found.shapes] == [(9, 3, [9]), (9, 3, [9])]
+    one = found.shapes[0].plan
     assert one.analysis.mesh["data"] == 1
     assert one.hours is not None
-    assert found.packs[0].hours == pytest.approx(3 * one.hours)
+    assert found.shapes[0].hours == pytest.approx(3 * one.hours)
     assert found.hours == pytest.approx(2 * 3 * one.hours)
     price = read_prices(None).on_demand["v4"]
     assert found.dollars == pytest.approx(found.hours * V4_8.chips * price)
@@ -40,15 +40,33 @@ def test_packs_hours_and_price(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     console = Console(file=StringIO(), width=80)
     console.print(table(found))
     assert "hidden_size=32" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert "18 runs in 2 programs" in summary(found)
+    assert "18 runs in 2 packs of 2 shapes" in summary(found)
 
 
 def test_runs_that_do_not_fit_together_take_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gib = V4_8.generation.usable_bytes / 2**30
     fake_compiler.install(monkeypatch, tmp_path, split_gib=0.4 * gib, row_mib=0)
     study = load_study(write(tmp_path, seeds=20))
-    [pack] = plan_study(study, V4_8, read_prices(None), Console(file=StringIO())).packs
-    assert (pack.a_device, pack.rounds) == (2, 3)  # five to a device are wanted, two fit
+    found = plan_study(study, V4_8, read_prices(None), Console(file=StringIO()))
+    [shape] = found.shapes
+    assert shape.a_device == 2  # five to a device are wanted, two fit: three rounds of two
+    assert found.hours == pytest.approx(3 * 2 * shape.plan.hours)
+
+
+def test_hosts_share_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine shapes of three seeds on eight hosts of four devices: the first train three seeds side by side, the last
+    single runs on all their devices, which fill up the time."""
+    fake_compiler.install(monkeypatch, tmp_path)
+    factors = {"model.hidden_size": [32, 64, 96], "model.num_layers": [1, 2, 3]}
+    study, target = load_study(write(tmp_path, factors=factors, seeds=3)), find_slice("v4-64")
+    found = plan_study(study, target, read_prices(None), Console(file=StringIO()))
+    packs = [size for shape in found.shapes for size in shape.packs]
+    assert sum(packs) == 27
+    assert (packs.count(3), packs.count(2), packs.count(1)) == (4, 4, 7)
+    one = found.shapes[0].plan.hours
+    assert one is not None
+    assert max(shape.plan.hours or 0 for shape in found.shapes) <= found.hours < 2.5 * one
+    assert found.hours < sum(shape.hours for shape in found.shapes)  # side by side
 
 
 def test_a_run_that_fits_no_device_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

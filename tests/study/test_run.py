@@ -171,6 +171,14 @@ def test_a_folder_of_another_study_is_refused(data: Path, tmp_path: Path) -> Non
     assert "tiny: 3 done" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_a_run_alone_has_as_many_devices_as_its_batch_divides_over(data: Path, tmp_path: Path) -> None:
+    study = load_study(write(tmp_path, data, set={"steps": 2, "batch_size": 12}))
+    console = quiet()
+    ended = run_study(study, Run(tmp_path / "s"), console, devices=jax.devices()[:8])
+    assert [one.state for one in ended.outcomes] == ["done"]
+    assert "batch 12 on 6 × cpu" in " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+
+
 def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
     began = time.monotonic()
     while not path.exists():

@@ -36,11 +36,14 @@ class Worker:
         """Of the leases it takes. On a pod the workers have TINYPOD_OWNER in common."""
         return f"{this_owner()}, worker {self.number} of a study"
 
-    def share(self, free: int, num_devices: int) -> int:
+    def most(self, free: int, num_devices: int, limit: int | None = None) -> int | None:
         """Of so many free runs, the most that this process takes at once: what is left is dealt out evenly, so the last
         packs are small ones and nobody waits long for the others. Devices are filled while there is enough."""
-        even = -(-free // self.count)
-        return -(-even // num_devices) * num_devices if even > num_devices else max(even, 1)
+        if self.count == 1:
+            return limit
+        even = max(-(-free // self.count), 1)
+        share = -(-even // num_devices) * num_devices if even > num_devices else even
+        return share if limit is None else min(share, limit)
 
 
 def at_once(function: Callable[[Run], T], places: Sequence[Run]) -> list[T]:

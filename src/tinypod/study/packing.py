@@ -36,6 +36,14 @@ def can_pack(config: ExperimentConfig) -> bool:
     return KINDS[config.task.kind].resident and mesh.pipeline == mesh.fsdp == mesh.tensor == 1
 
 
+def most_devices(config: ExperimentConfig, available: int) -> int:
+    """Of those, the most over which the rows of a batch divide; all of them, where the config says how to use them."""
+    if not can_pack(config) or config.mesh.data != -1:
+        return available
+    rows = config.batch_size // config.accumulation
+    return max(count for count in range(1, available + 1) if rows % count == 0)
+
+
 def pack(shapes: Sequence[str], num_devices: int, most: int | None = None) -> list[list[int]]:
     """Runs by number, in packs of equal shape; those of a shape are dealt out evenly over as few packs as they need."""
     limit = min(most or MOST_LANES * num_devices, MOST_LANES * num_devices)

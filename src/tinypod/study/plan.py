@@ -1,7 +1,13 @@
-"""What a study takes on a slice, before it runs: packs, hours, price. Each program is planned for one device with one
-run; a device that has several takes so many times as long: whatever packing gains beyond that is not promised."""
+"""What a study takes on a slice, before it runs: packs, hours, price.
 
+The hosts share its runs as they would (`claims.py`), by the planner's times: each program is planned for one device
+with one run, and a device that has several takes so many times as long; whatever packing gains beyond that is not
+promised. A run that a host trains alone is planned for all its devices.
+"""
+
+import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from rich.console import Console
@@ -11,25 +17,31 @@ from tinypod.errors import UserError
 from tinypod.plan.planner import Plan, Planner
 from tinypod.plan.prices import Prices
 from tinypod.plan.slices import Slice
+from tinypod.study.claims import Worker
 from tinypod.study.file import Study, StudyRun
-from tinypod.study.packing import can_pack
-from tinypod.study.run import plan_packs
+from tinypod.study.packing import can_pack, most_devices, shape_of
+from tinypod.study.run import next_pack, plan_packs
 
 ONE_DEVICE = ("mesh={devices: 1, data: 1}",)
 
 
-class PackPlan(NamedTuple):
+@dataclass
+class ShapePlan:
+    """Runs of one shape: one program, or as many as there are hosts that train some of them."""
+
     runs: list[StudyRun]
-    a_device: int  # runs that one device has at a time; 0: one run has all devices
-    rounds: int  # that they take, one after the other
-    plan: Plan  # of one run
-    hours: float
+    plan: Plan  # of one run, on one device; of one that cannot be packed, on all of a host
+    fits: int  # runs on one device at a time; 0: a run has all devices of a host
+    packs: list[int] = field(default_factory=list)  # how many runs each takes
+    a_device: int = 0  # runs that one has, in the largest pack
+    hours: float = 0.0  # of all its packs, one after the other
+    alone_hours: float | None = None  # of a run that has all devices of a host
 
 
 class StudyPlan(NamedTuple):
     study: Study
     target: Slice
-    packs: list[PackPlan]
+    shapes: list[ShapePlan]
     hours: float
     alone_hours: float | None  # one run after the other, each over all devices; None: that does not fit, or not divide
     dollars: float | None
@@ -37,51 +49,95 @@ class StudyPlan(NamedTuple):
 
 
 def plan_study(study: Study, target: Slice, prices: Prices, console: Console) -> StudyPlan:
-    packs = [_plan_pack(runs, target, prices, console) for runs in plan_packs(study.runs, None, target.devices)]
-    hours = sum(pack.hours for pack in packs)
+    times = _Times(study, target, prices, console)
+    worker, free = Worker(count=target.hosts), list(study.runs)
+    hosts = [(0.0, number) for number in range(target.hosts)]  # when each is free
+    while free:
+        start, number = heapq.heappop(hosts)
+        packs = plan_packs(free, None, times.devices, worker.most(len(free), times.devices))
+        chosen = next_pack(packs, worker, times.cost)
+        heapq.heappush(hosts, (start + times.train(chosen), number))
+        names = {run.name for run in chosen}
+        free = [run for run in free if run.name not in names]
+    hours, shapes = max(hosts)[0], list(times.shapes.values())
     name, chip_hours = target.generation.name, hours * target.chips
     on_demand, spot = prices.on_demand.get(name), prices.spot_price(name)
     return StudyPlan(
         study,
         target,
-        packs,
+        shapes,
         hours,
-        _alone(packs, target, prices, console),
+        _alone(shapes, target, prices, console),
         None if on_demand is None else chip_hours * on_demand,
         None if spot is None else chip_hours * spot,
     )
 
 
-def _plan_pack(runs: list[StudyRun], target: Slice, prices: Prices, console: Console) -> PackPlan:
-    config = runs[0].config
-    if not can_pack(config):
-        plan = Planner(config, prices, console).plan(target)
-        return PackPlan(runs, 0, len(runs), plan, len(runs) * _hours(plan, runs, target))
-    plan = Planner(config, prices, console).plan(target, ONE_DEVICE)
-    usable, needed = target.generation.usable_bytes, plan.analysis.memory.needed
-    wanted = -(-len(runs) // target.devices)
-    a_device = min(wanted, int(usable // max(needed, 1)))
-    hours = _hours(plan, runs, target)
-    rounds = -(-len(runs) // (max(a_device, 1) * target.devices))
-    return PackPlan(runs, a_device, rounds, plan, rounds * a_device * hours)
+class _Times:
+    """How long a host takes for some runs; each shape is planned once."""
+
+    def __init__(self, study: Study, target: Slice, prices: Prices, console: Console) -> None:
+        self.target, self.prices, self.console = target, prices, console
+        self.host = replace(target, name=f"one host of {target.name}", topology=target.host_bounds)
+        self.devices = self.host.devices
+        self.shapes: dict[str, ShapePlan] = {}
+        self.shape = {run.name: shape_of(run.config) for run in study.runs}
+        for run in study.runs:
+            if self.shape[run.name] not in self.shapes:
+                self.shapes[self.shape[run.name]] = self._plan(run)
+            self.shapes[self.shape[run.name]].runs.append(run)
+
+    def cost(self, run: StudyRun) -> float:
+        return _hours(self.shapes[self.shape[run.name]].plan, run, self.target)
+
+    def train(self, runs: Sequence[StudyRun]) -> float:
+        """Hours of a host, with its books kept."""
+        shape = self.shapes[self.shape[runs[0].name]]
+        if len(runs) == 1:
+            hours, a_device = self._alone(runs[0], shape), 0
+        else:
+            a_device = min(-(-len(runs) // self.devices), shape.fits)
+            rounds = -(-len(runs) // (a_device * self.devices))
+            hours = rounds * a_device * self.cost(runs[0])
+        shape.packs.append(len(runs))
+        shape.hours, shape.a_device = shape.hours + hours, max(shape.a_device, a_device)
+        return hours
+
+    def _plan(self, run: StudyRun) -> ShapePlan:
+        if not can_pack(run.config):
+            return ShapePlan([], Planner(run.config, self.prices, self.console).plan(self.host), 0)
+        plan = Planner(run.config, self.prices, self.console).plan(self.target, ONE_DEVICE)
+        fits = int(self.target.generation.usable_bytes // max(plan.analysis.memory.needed, 1))
+        _hours(plan, run, self.target)
+        return ShapePlan([], plan, fits)
+
+    def _alone(self, run: StudyRun, shape: ShapePlan) -> float:
+        used = most_devices(run.config, self.devices)
+        if not shape.fits or used == 1:
+            return self.cost(run)
+        if shape.alone_hours is None:
+            mesh = (f"mesh={{devices: {used}, data: {used}}}",)
+            plan = Planner(run.config, self.prices, self.console).plan(self.host, mesh)
+            shape.alone_hours = _hours(plan, run, self.target)
+        return shape.alone_hours
 
 
-def _hours(plan: Plan, runs: Sequence[StudyRun], target: Slice) -> float:
+def _hours(plan: Plan, run: StudyRun, target: Slice) -> float:
     if plan.hours is not None:
         return plan.hours
     if plan.train_hours is None:
         raise UserError(
-            f"{runs[0].name} does not fit a device of {target.name}; `tinypod plan` finds what would, for its config"
+            f"{run.name} does not fit a device of {target.name}; `tinypod plan` finds what would, for its config"
         )
     return plan.train_hours
 
 
-def _alone(packs: Sequence[PackPlan], target: Slice, prices: Prices, console: Console) -> float | None:
+def _alone(shapes: Sequence[ShapePlan], target: Slice, prices: Prices, console: Console) -> float | None:
     total = 0.0
-    for pack in packs:
+    for shape in shapes:
         try:
-            plan = Planner(pack.runs[0].config, prices, console).plan(target) if pack.a_device else pack.plan
-            total += len(pack.runs) * _hours(plan, pack.runs, target)
+            run = shape.runs[0]
+            total += len(shape.runs) * _hours(Planner(run.config, prices, console).plan(target), run, target)
         except UserError:  # a batch that does not divide over so many devices
             return None
     return total
@@ -89,26 +145,33 @@ def _alone(packs: Sequence[PackPlan], target: Slice, prices: Prices, console: Co
 
 def table(found: StudyPlan) -> Table:
     target = found.target
-    shown = Table(title=f"{found.study.name} on {target.name} ({target.devices} devices)", title_justify="left")
-    for column, justify in (("runs", "right"), ("like", "left"), ("a device", "right"), ("GiB", "right")):
-        shown.add_column(column, justify=justify)  # type: ignore[arg-type]
-    shown.add_column("ms a step", justify="right")
-    shown.add_column("hours", justify="right")
-    for pack in found.packs:
-        step_s, needed = pack.plan.step_s, pack.plan.analysis.memory.needed * max(pack.a_device, 1)
+    hosts = f", {target.hosts} hosts" if target.hosts > 1 else ""
+    shown = Table(title=f"{found.study.name} on {target.name} ({target.devices} devices{hosts})", title_justify="left")
+    for column in ("runs", "like", "packs of", "a device", "GiB", "ms a step", "host hours" if hosts else "hours"):
+        shown.add_column(column, justify="left" if column == "like" else "right")
+    for shape in found.shapes:
+        step_s, times = shape.plan.step_s, max(shape.a_device, 1)
         shown.add_row(
-            str(len(pack.runs)),
-            pack.runs[0].variant,
-            str(pack.a_device) if pack.a_device else "one on all",
-            f"{needed / 2**30:.2f}",
-            "–" if step_s is None else f"{1e3 * step_s * max(pack.a_device, 1):,.1f}",
-            f"{pack.hours:.2f}",
+            str(len(shape.runs)),
+            shape.runs[0].variant,
+            _counted(shape.packs),
+            str(shape.a_device) if shape.a_device else "one on all",
+            f"{shape.plan.analysis.memory.needed * times / 2**30:.2f}",
+            "–" if step_s is None else f"{1e3 * step_s * times:,.1f}",
+            f"{shape.hours:.2f}",
         )
     return shown
 
 
+def _counted(packs: Sequence[int]) -> str:
+    """`2 × 4, 1`."""
+    sizes = sorted(set(packs), reverse=True)
+    return ", ".join(f"{packs.count(size)} × {size}" if packs.count(size) > 1 else str(size) for size in sizes)
+
+
 def summary(found: StudyPlan) -> str:
-    text = f"{len(found.study.runs)} runs in {len(found.packs)} programs: {found.hours:.2f} hours"
+    text = f"{len(found.study.runs)} runs in {sum(len(shape.packs) for shape in found.shapes)} packs"
+    text += f" of {len(found.shapes)} shapes: {found.hours:.2f} hours"
     if found.dollars is not None:
         text += f", ${found.dollars:,.2f} on demand"
     if found.dollars_spot is not None:

@@ -4,7 +4,7 @@ others go on."""
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from tinypod.study.folder import (
     write_study,
 )
 from tinypod.study.packed import train_pack
-from tinypod.study.packing import can_pack, pack, shape_of
+from tinypod.study.packing import can_pack, most_devices, pack, shape_of
 from tinypod.study.rules import Rules
 
 POLL_S, POLL_STORE_S = 2.0, 15.0  # while others train the last runs
@@ -98,16 +98,19 @@ def _choose(stack: ExitStack, study: Study, place: Run, worker: Worker, num_devi
     left = [run for run in study.runs if read_outcome(where[run.name]).state not in ENDED]
     are_free = at_once(lambda one: is_free(one, worker), [where[run.name] for run in left])
     free = [run for run, is_so in zip(left, are_free, strict=True) if is_so]
-    share = worker.share(len(free), num_devices) if worker.count > 1 else None
-    packs = plan_packs(free, place, num_devices, min(filter(None, (share, most)), default=None))
+    packs = plan_packs(free, place, num_devices, worker.most(len(free), num_devices, most))
     if not packs:
         return Choice(left, len(left) - len(free), [], [], [])
-    # Alone, the cheapest first: something is known soon. Among several the dearest: the rest fills what is left over.
-    choose = min if worker.count == 1 else max
-    chosen = choose(packs, key=lambda runs: sum(described[r.name]["flops_per_step"] * r.config.steps for r in runs))
+    chosen = next_pack(packs, worker, lambda run: described[run.name]["flops_per_step"] * run.config.steps)
     ours = claim(stack, place, [where[run.name] for run in chosen], worker)
     runs = [run for run, is_ours in zip(chosen, ours, strict=True) if is_ours]
     return Choice(left, len(left) - len(free), packs, runs, [where[run.name] for run in runs])
+
+
+def next_pack(packs: Sequence[list[StudyRun]], worker: Worker, cost: Callable[[StudyRun], float]) -> list[StudyRun]:
+    """Alone, the cheapest first: something is known soon. Among several the dearest: small ones fill what is left."""
+    choose = min if worker.count == 1 else max
+    return choose(packs, key=lambda runs: sum(map(cost, runs)))
 
 
 def _tell_who_waits(console: Console, choice: Choice, told: str) -> str:
@@ -169,7 +172,7 @@ def _train(
     runs, places = choice.runs, choice.places
     try:
         if len(runs) == 1:
-            return most, _train_alone(runs[0], places[0], console, rules)
+            return most, _train_alone(runs[0], places[0], console, devices, rules)
         return most, _train_pack(runs, places, place, console, devices, rules, worker)
     except DeviceMemoryError as error:
         if len(runs) == 1:
@@ -209,8 +212,11 @@ def _train_pack(
     return stop.by
 
 
-def _train_alone(run: StudyRun, place: Run, console: Console, rules: Rules) -> signal.Signals | None:
-    """With all devices, as `tinypod train` would."""
+def _train_alone(
+    run: StudyRun, place: Run, console: Console, devices: Sequence[Any], rules: Rules
+) -> signal.Signals | None:
+    """With all devices, as `tinypod train` would; but if the rows of a batch do not divide over them, with fewer."""
+    used = devices[: most_devices(run.config, len(devices))]
     before, began = read_outcome(place), time.monotonic()
     write_outcome(place, before._replace(state="running"))
     outcome = training.train(
@@ -219,6 +225,7 @@ def _train_alone(run: StudyRun, place: Run, console: Console, rules: Rules) -> s
         console,
         ends=lambda step, scores: rules(step, {run.name: scores}).get(run.name),
         owned=True,
+        devices=used,
     )
     seconds = before.seconds + time.monotonic() - began
     ended = before._replace(step=outcome.step, seconds=seconds, reason=outcome.ended)
