@@ -102,10 +102,10 @@ def test_until_it_is_done(story: Story, cloud: Cloud) -> None:
     assert gcs.shared().files(story.url).keys() == {"pod.json"}  # and no lease is left
 
 
-def test_a_study_is_done_when_one_of_its_workers_says_so(story: Story, cloud: Cloud) -> None:
+def test_a_study_is_done_when_its_first_worker_says_so(story: Story, cloud: Cloud) -> None:
     """One crashed, the other trained its runs as well: nothing is left to start again."""
     story.apart, story.command = True, ("study", "run", "s.yaml", f"--folder={story.url}")
-    assert story.keep("1", "0", type="v4-16", environment={"ENDS": str(story.ends), "BY_NUMBER": "1"}) == 0
+    assert story.keep("0", "1", type="v4-16", environment={"ENDS": str(story.ends), "BY_NUMBER": "1"}) == 0
     assert (story.starts, creations(cloud)) == (2, 1)
     for number in range(2):
         assert f"s.yaml --folder={story.url} --worker={number} --workers=2" in story.text

@@ -120,6 +120,10 @@ def test_the_hosts_of_a_study_compute_apart(tmp_path: Path) -> None:
     for file, text in config_map["data"].items():
         (tmp_path / file).write_text(text)
     assert load_study(tmp_path / "paper_ablations.yaml").runs == load_study(name, overrides).runs
+    (tmp_path / "words.yaml").write_text('{base: demo, variants: {"1e-3": {optimizer.learning_rate: 1e-3}, "on": {}}}')
+    for file, text in make_job(str(tmp_path / "words.yaml"), [], "gs://b/x").files.items():
+        (tmp_path / file.replace("words.", "sent.")).write_text(text)
+    assert load_study(tmp_path / "sent.yaml").runs == load_study(tmp_path / "words.yaml").runs
     with pytest.raises(UserError, match="--supervise"):
         make_job(name, [], "gs://b/x", supervise=True)
 

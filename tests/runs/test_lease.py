@@ -186,6 +186,9 @@ def test_who_owns_a_run_is_alone_with_it(store: gcs.Store, url: str, tmp_path: P
         assert not (run.folder / "outcome.json").exists()
     run.fetch("outcome.json")
     assert (run.folder / "outcome.json").read_bytes() == b"there"
+    store.put(f"{url}/outcome.json", b"newer")
+    run.push()  # not ours to write back
+    assert store.files(url)["outcome.json"] == b"newer"
     store.remove(f"{url}/outcome.json")
     run.fetch("outcome.json")
     assert not (run.folder / "outcome.json").exists()

@@ -43,11 +43,11 @@ def test_a_run_has_one_owner(tmp_path: Path) -> None:
     places = [run_of(tmp_path, name) for name in "abc"]
     one, two = Worker(0, 2), Worker(1, 2)
     with ExitStack() as first, ExitStack() as second:
-        with choosing(study):
-            assert claim(first, study, places[:2], one) == [True, True]
+        with choosing(study, one):
+            assert claim(first, places[:2], one) == [True, True]
         assert [is_free(place, two) for place in places] == [False, False, True]
         again = [run_of(tmp_path, name) for name in "abc"]
-        assert claim(second, study, again, two) == [False, False, True]
+        assert claim(second, again, two) == [False, False, True]
         first.close()
         assert [is_free(place, two) for place in places] == [True, True, False]
 
@@ -58,18 +58,16 @@ def test_in_a_bucket_a_lease_tells_two_machines_apart(tmp_path: Path, monkeypatc
     with ExitStack() as first, ExitStack() as second:
         here, there = Run(tmp_path / "here", url), Run(tmp_path / "there", url)
         store.put(f"{url}/runs/a/outcome.json", b'{"state": "waiting", "step": 20}')
-        with choosing(here):
-            assert claim(first, here, [run_of(here.folder, "a", url)], one) == [True]
+        with choosing(here, one):
+            assert claim(first, [run_of(here.folder, "a", url)], one) == [True]
         assert read_outcome(run_of(here.folder, "a")).step == 20  # brought here
-        assert len(here.guards) == 1  # the study's heartbeat renews it
-        with choosing(there):
+        with choosing(there, two):
             assert not is_free(run_of(there.folder, "a", url), two)
-            assert claim(second, there, [run_of(there.folder, n, url) for n in "ab"], two) == [False, True]
+            assert claim(second, [run_of(there.folder, n, url) for n in "ab"], two) == [False, True]
         first.close()
-        assert here.guards == []
         assert is_free(run_of(there.folder, "a", url), two)
         # Started again after a crash the same worker needs not wait for its lease to lapse.
-        second.enter_context(choosing(there))
+        second.enter_context(choosing(there, two))
         assert is_free(run_of(tmp_path / "new machine", "b", url), two)
         assert not is_free(run_of(tmp_path / "new machine", "b", url), one)
 

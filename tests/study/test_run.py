@@ -24,8 +24,10 @@ from tinypod.runs.checksums import flatten
 from tinypod.runs.folder import CHECKPOINTS, Run
 from tinypod.runs.metrics import MetricsLog
 from tinypod.runs.saver import open_checkpoints
+from tinypod.study import run as study_run
 from tinypod.study.file import Study, load_study
-from tinypod.study.folder import read_outcome, run_of
+from tinypod.study.folder import Outcome, read_outcome, run_of, write_outcome
+from tinypod.study.packing import most_devices
 from tinypod.study.run import plan_packs, run_study
 from tinypod.study.status import table
 from tinypod.train import train
@@ -169,6 +171,29 @@ def test_a_folder_of_another_study_is_refused(data: Path, tmp_path: Path) -> Non
     console = quiet()
     console.print(table(tmp_path / "s"))
     assert "tiny: 3 done" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_what_ended_while_it_was_looked_at_stays_ended(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another process, between looking and taking."""
+    study = load_study(write(tmp_path, data, set={"steps": 2}, seeds=2))
+    taken = study_run.claim
+
+    def late(stack: Any, places: list[Run], worker: Any) -> list[bool]:
+        write_outcome(places[0], Outcome("stopped_early", "enough", step=1))
+        return taken(stack, places, worker)
+
+    monkeypatch.setattr(study_run, "claim", late)
+    ended = run_study(study, Run(tmp_path / "s"), quiet(), devices=jax.devices()[:1])
+    assert [(one.state, one.step) for one in ended.outcomes] == [("stopped_early", 1), ("done", 2)]
+
+
+def test_devices_of_a_run_alone(data: Path, tmp_path: Path) -> None:
+    config = load_study(write(tmp_path, data, set={"batch_size": 12})).runs[0].config
+    assert [most_devices(config, count) for count in (1, 4, 5, 8)] == [1, 4, 4, 6]
+    fixed = config.model_copy(update={"mesh": config.mesh.model_copy(update={"data": 2})})
+    assert most_devices(fixed, 8) == 2
 
 
 def test_a_run_alone_has_as_many_devices_as_its_batch_divides_over(data: Path, tmp_path: Path) -> None:

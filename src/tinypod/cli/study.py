@@ -70,7 +70,7 @@ def run_and_show(study: "Study", folder: str | None, pack: int | None, worker: i
     if ended.stopped_by is not None:
         console.print(f"stopped by {ended.stopped_by.name}; run the same command again to go on", highlight=False)
         raise typer.Exit(128 + int(ended.stopped_by))
-    if any(outcome.state == "failed" for outcome in ended.outcomes):
+    if worker == 0 and any(outcome.state == "failed" for outcome in ended.outcomes):
         raise typer.Exit(UserError.exit_code)  # as for one run: starting it again does not help
 
 

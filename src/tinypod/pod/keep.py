@@ -310,7 +310,7 @@ class PodRun:
             self._print(worker, self._rests.pop(worker, b""))
         codes = [report.code if report.code is not None else 137 for report in reports]
         bad = [code for code in codes if code]
-        if not bad or (self.job.apart and 0 in codes):  # one of a study ends so when all runs have ended
+        if not bad or (self.job.apart and codes[0] == 0):  # worker 0 of a study ends so when all runs are done
             return Outcome("done")
         # One that waited for the others (76), or was aborted with them, knows less than the one that failed.
         telling = [code for code in bad if code in EXPLAINED and code != DeadlineError.exit_code]

@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,11 +73,16 @@ class Run:
         """Bring one small file from the store, unless the run is being trained on this host."""
         if self.remote is None or self.is_locked():
             return
-        with storage.explained(f"{self.remote}/{name}"):
-            try:
-                self._write(name, (storage.folder(self.remote) / name).read_bytes())
-            except FileNotFoundError:
-                (self.folder / name).unlink(missing_ok=True)
+        content = None
+        with storage.explained(f"{self.remote}/{name}"), suppress(FileNotFoundError):
+            content = (storage.folder(self.remote) / name).read_bytes()
+        if self.is_locked():  # by now: what is here may be newer
+            return
+        if content is None:
+            (self.folder / name).unlink(missing_ok=True)
+        else:
+            self._write(name, content)
+            self._in_store[name] = self._stamp(name)
 
     def pull_heartbeats(self) -> None:
         """Those of other hosts, where they are newer than what is here; also while the run is being trained."""
@@ -89,6 +94,7 @@ class Run:
                 content, here = path.read_bytes(), self.folder / HEALTH / path.name
                 if _time(content) > (_time(here.read_bytes()) if here.exists() else 0.0):
                     self._write(f"{HEALTH}/{path.name}", content)
+                    self._in_store[f"{HEALTH}/{path.name}"] = self._stamp(f"{HEALTH}/{path.name}")
 
     def push(self) -> None:
         """Copy the small files that have changed since the last push to the store."""
@@ -129,10 +135,10 @@ class Run:
     def is_locked(self) -> bool:
         """By a process on this host that trains it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / LOCK, "a") as file:
+        with open(self.folder / LOCK, "a+") as file:  # NFS gives a shared lock to readers only
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 return True
         return False
 

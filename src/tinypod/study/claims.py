@@ -7,16 +7,19 @@ comes back for more takes its runs. Nothing else is exchanged: there is no proce
 """
 
 import fcntl
-import secrets
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+from tinypod.cluster.agreement import end_now
+from tinypod.errors import DeadlineError, UserError
 from tinypod.runs.folder import LockedError, Run
-from tinypod.runs.lease import Lease, LeaseError, own, this_owner
+from tinypod.runs.lease import LAPSE_S, Lease, LeaseError, own, this_owner
 
 CHOOSING = "choosing.lock"
 RETRY_S = 0.5
@@ -55,15 +58,16 @@ def at_once(function: Callable[[Run], T], places: Sequence[Run]) -> list[T]:
 
 
 @contextmanager
-def choosing(study: Run) -> Iterator[None]:
-    """One process at a time looks at what is left and takes some of it."""
+def choosing(study: Run, worker: Worker) -> Iterator[None]:
+    """One process at a time looks at what is left and takes some of it. `claim` has the last word: this only keeps them
+    from tearing each other's packs apart."""
     study.folder.mkdir(parents=True, exist_ok=True)
     with open(study.folder / CHOOSING, "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         if study.remote is None:
             yield
             return
-        lease = Lease(study.remote, f"{this_owner()} {secrets.token_hex(4)}", CHOOSING)
+        lease = Lease(study.remote, worker.owner, CHOOSING)
         while True:
             try:
                 lease.take()
@@ -86,19 +90,55 @@ def is_free(place: Run, worker: Worker) -> bool:
     return holder is None or holder.owner == worker.owner
 
 
-def claim(stack: ExitStack, study: Run, places: Sequence[Run], worker: Worker) -> list[bool]:
-    """Which of the runs are ours, until the stack is left; brings them here from the store. The heartbeat of the study,
-    which is copied there every half minute, renews all their leases."""
-    taken = []
-    for place in places:
+def claim(stack: ExitStack, places: Sequence[Run], worker: Worker) -> list[bool]:
+    """Which of the runs are ours, until the stack is left; brings them here from the store."""
+    leases: list[Lease] = []
+
+    def take(place: Run) -> AbstractContextManager[Lease | None] | None:
+        owned = own(place, worker.owner, _start_again)
         try:
-            stack.enter_context(own(place, worker.owner))
+            lease = owned.__enter__()
         except (LockedError, LeaseError):
-            taken.append(False)
-            continue
-        taken.append(True)
-        for guard in place.guards:
-            study.guards.append(guard)
-            stack.callback(study.guards.remove, guard)
-    at_once(lambda place: place.pull(locked=True), [p for p, ours in zip(places, taken, strict=True) if ours])
-    return taken
+            return None
+        leases.extend([lease] if lease is not None else [])
+        return owned
+
+    taken = at_once(take, places)
+    for owned in filter(None, taken):
+        stack.push(owned)
+    if leases:
+        stack.enter_context(_renewed(leases))
+    ours = [owned is not None for owned in taken]
+    at_once(
+        lambda place: place.pull(locked=True), [place for place, is_ours in zip(places, ours, strict=True) if is_ours]
+    )
+    return ours
+
+
+def _start_again(why: str) -> None:
+    """A lease that lapsed is somebody else's now. There are other runs to train."""
+    os.write(2, f"error: {why}\n".encode())
+    end_now(DeadlineError.exit_code)
+
+
+@contextmanager
+def _renewed(leases: Sequence[Lease]) -> Iterator[None]:
+    """A thread renews them: no heartbeat does while a run is set up, and there may be hundreds."""
+    stop = threading.Event()
+
+    def renew(lease: Lease) -> None:
+        with suppress(UserError):  # a store that is away: the next renewal may reach it
+            lease.renew()
+
+    def keep() -> None:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            while not stop.wait(LAPSE_S / 5):
+                list(pool.map(renew, leases))
+
+    thread = threading.Thread(target=keep, name="tinypod-leases", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

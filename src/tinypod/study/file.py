@@ -14,6 +14,7 @@ All of these multiply. Keys may be dotted; a mapping whose `kind` differs replac
 """
 
 import itertools
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,6 @@ from pathlib import Path
 from random import Random
 from typing import Annotated, Any, Literal, NamedTuple
 
-import yaml
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from tinypod import config as configs
@@ -167,7 +167,8 @@ def written_out(path: str | Path, overrides: Sequence[str]) -> dict[str, str]:
     tree = file.model_dump(mode="json", exclude_defaults=True) | {"base": base}
     tree.pop("set", None)
     trees = {f"{found.stem}.yaml": tree, base: _base_tree(file, overrides)}
-    return {name: yaml.safe_dump(content, sort_keys=False, allow_unicode=True) for name, content in trees.items()}
+    # As JSON, which is YAML, too: a string that looks like a number stays one.
+    return {name: json.dumps(content, indent=1, ensure_ascii=False) + "\n" for name, content in trees.items()}
 
 
 def study_of(base: str, lists: Mapping[str, Sequence[Any]], overrides: Sequence[str]) -> Study:

@@ -13,6 +13,7 @@ from tinypod.errors import UserError
 from tinypod.experiment import ExperimentConfig, describe_task
 from tinypod.runs.folder import CONFIG, Run, with_absolute_paths
 from tinypod.runs.metrics import FILE as METRICS
+from tinypod.runs.metrics import MetricsLog
 from tinypod.study.claims import at_once
 from tinypod.study.file import Study
 from tinypod.tasks.task import Task
@@ -56,7 +57,13 @@ def steps_done(study: Run) -> int:
     refresh(study)
     if not (study.folder / STUDY).exists():
         return -1
-    return sum(read_outcome(run).step for run in runs_of(study))
+    return sum(max(read_outcome(run).step, last_step(run.folder)) for run in runs_of(study))
+
+
+def last_step(folder: Path) -> int:
+    """That a run has logged."""
+    records = MetricsLog(folder).read()
+    return int(records[-1]["step"]) if records else 0
 
 
 def _fetch(run: Run) -> None:

@@ -38,8 +38,10 @@ def can_pack(config: ExperimentConfig) -> bool:
 
 def most_devices(config: ExperimentConfig, available: int) -> int:
     """Of those, the most over which the rows of a batch divide; all of them, where the config says how to use them."""
-    if not can_pack(config) or config.mesh.data != -1:
+    if not can_pack(config) or config.mesh.devices is not None:
         return available
+    if config.mesh.data != -1:
+        return min(config.mesh.data, available)
     rows = config.batch_size // config.accumulation
     return max(count for count in range(1, available + 1) if rows % count == 0)
 

@@ -107,7 +107,7 @@ class _Times:
         if not can_pack(run.config):
             return ShapePlan([], Planner(run.config, self.prices, self.console).plan(self.host), 0)
         plan = Planner(run.config, self.prices, self.console).plan(self.target, ONE_DEVICE)
-        fits = int(self.target.generation.usable_bytes // max(plan.analysis.memory.needed, 1))
+        fits = max(int(self.target.generation.usable_bytes // max(plan.analysis.memory.needed, 1)), 1)
         _hours(plan, run, self.target)
         return ShapePlan([], plan, fits)
 

@@ -4,7 +4,9 @@ scores of all runs that were scored at that step. What they decide stands in the
 import math
 import statistics
 from collections.abc import Mapping
+from contextlib import suppress
 
+from tinypod.errors import StorageError
 from tinypod.runs.folder import Run
 from tinypod.runs.metrics import MetricsLog
 from tinypod.study.file import Study
@@ -24,7 +26,8 @@ class Rules:
     def __call__(self, step: int, scores: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
         if self.wanted is None and not self.rungs:
             return {}
-        refresh(self.place)  # other machines train some of the runs, perhaps
+        with suppress(StorageError):  # other machines train some of the runs, perhaps; what is known of them must do
+            refresh(self.place)
         now = {name: self.sign * values[self.metric] for name, values in scores.items()}
         history = {run.name: self._history(run.name) for run in self.study.runs}
         for name, value in now.items():

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -59,14 +60,16 @@ def run_study(
     or at a stop."""
     devices = list(sharding.all_devices() if devices is None else devices)
     worker = worker or Worker()
-    with choosing(place):
+    with choosing(place, worker):
         refresh(place)
         write_study(study, place)
     rules, stopped_by, told = Rules(study, place), None, ""
     while stopped_by is None:
         with ExitStack() as stack:
-            with choosing(place):
-                choice = _choose(stack, study, place, worker, len(devices), most)
+            choice = _look(study, place, worker)
+            if choice.left and choice.busy < len(choice.left):
+                with choosing(place, worker):
+                    choice = _choose(stack, study, place, worker, len(devices), most)
             if not choice.left:
                 say(console, describe(study, choice, place)) if not told else None
                 break
@@ -82,29 +85,41 @@ def run_study(
     return Ended([read_outcome(run_of(place.folder, run.name)) for run in study.runs], stopped_by)
 
 
-class Choice(NamedTuple):
+@dataclass(frozen=True)
+class Choice:
     left: list[StudyRun]  # that have not ended
-    busy: int  # of them: others train them
-    packs: list[list[StudyRun]]  # of the rest
-    runs: list[StudyRun]  # that this process trains now
-    places: list[Run]  # of them
+    free: list[StudyRun]  # of them: nobody trains them
+    packs: list[list[StudyRun]] = field(default_factory=list)  # of those
+    runs: list[StudyRun] = field(default_factory=list)  # that this process trains now
+    places: list[Run] = field(default_factory=list)  # of them
+
+    @property
+    def busy(self) -> int:
+        return len(self.left) - len(self.free)
+
+
+def _look(study: Study, place: Run, worker: Worker) -> Choice:
+    refresh(place)
+    left = [run for run in study.runs if read_outcome(run_of(place.folder, run.name)).state not in ENDED]
+    places = [run_of(place.folder, run.name, place.remote) for run in left]
+    are_free = at_once(lambda one: is_free(one, worker), places)
+    return Choice(left, [run for run, is_so in zip(left, are_free, strict=True) if is_so])
 
 
 def _choose(stack: ExitStack, study: Study, place: Run, worker: Worker, num_devices: int, most: int | None) -> Choice:
-    """The next runs for this process; theirs is the right to train them, until the stack is left."""
-    refresh(place)
-    described = {run["name"]: run for run in read_study(place.folder)["runs"]}
-    where = {run.name: run_of(place.folder, run.name, place.remote) for run in study.runs}
-    left = [run for run in study.runs if read_outcome(where[run.name]).state not in ENDED]
-    are_free = at_once(lambda one: is_free(one, worker), [where[run.name] for run in left])
-    free = [run for run, is_so in zip(left, are_free, strict=True) if is_so]
-    packs = plan_packs(free, place, num_devices, worker.most(len(free), num_devices, most))
+    """The next runs for this process, which owns them until the stack is left."""
+    seen = _look(study, place, worker)
+    packs = plan_packs(seen.free, place, num_devices, worker.most(len(seen.free), num_devices, most))
     if not packs:
-        return Choice(left, len(left) - len(free), [], [], [])
-    chosen = next_pack(packs, worker, lambda run: described[run.name]["flops_per_step"] * run.config.steps)
-    ours = claim(stack, place, [where[run.name] for run in chosen], worker)
-    runs = [run for run, is_ours in zip(chosen, ours, strict=True) if is_ours]
-    return Choice(left, len(left) - len(free), packs, runs, [where[run.name] for run in runs])
+        return seen
+    flops = {run["name"]: run["flops_per_step"] for run in read_study(place.folder)["runs"]}
+    chosen = next_pack(packs, worker, lambda run: flops[run.name] * run.config.steps)
+    places = [run_of(place.folder, run.name, place.remote) for run in chosen]
+    found = []
+    for run, where, ours in zip(chosen, places, claim(stack, places, worker), strict=True):
+        if ours and read_outcome(where).state not in ENDED:  # it may have ended since it was looked at
+            found.append((run, where))
+    return replace(seen, packs=packs, runs=[run for run, _ in found], places=[where for _, where in found])
 
 
 def next_pack(packs: Sequence[list[StudyRun]], worker: Worker, cost: Callable[[StudyRun], float]) -> list[StudyRun]:
