@@ -13,11 +13,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tinypod import sharding, step
-from tinypod.evaluate import QUEUED, Progress
+from tinypod.evaluate import Pass, Progress
 from tinypod.experiment import Experiment, ExperimentConfig, build
 from tinypod.optim import build_optimizer
 from tinypod.step import TrainState
@@ -45,17 +44,17 @@ class Program:
         optimizer, ema = self.experiment.optimizer, config.ema_decay is not None
         lanes = [one.settings for one in self.experiments]
         lanes += [lanes[-1]] * (self.num_lanes - self.num_runs)
-        self.over_runs, self.whole = NamedSharding(self.mesh, PartitionSpec(RUN)), sharding.replicated(self.mesh)
+        self.by_run, self.whole = NamedSharding(self.mesh, PartitionSpec(RUN)), sharding.replicated(self.mesh)
         self.settings = jax.tree.map(lambda *values: np.stack(values), *lanes)
         one_step = step.make_train_step(task, optimizer, config.accumulation, ema, self.experiment.mesh)
-        self._init = self._over_runs(step.make_init(task, optimizer, ema), shared=0)
-        self._step = self._over_runs(one_step, shared=2, donate_argnums=0, args=2)
+        self._init = self.over_runs(step.make_init(task, optimizer, ema), shared=0)
+        self._step = self.over_runs(one_step, shared=2, donate_argnums=0, args=2)
         self._take = jax.jit(
             lambda tree, i: jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree),
             out_shardings=self.whole,
         )
 
-    def _over_runs(self, function: Any, *, args: int = 1, shared: int, donate_argnums: int | tuple[()] = ()) -> Any:
+    def over_runs(self, function: Any, *, args: int = 1, shared: int, donate_argnums: int | tuple[()] = ()) -> Any:
         """A function of one run as one of many: `args` arguments that each run has its own of, then shared ones."""
         many = jax.vmap(function, in_axes=(0,) * args + (None,) * shared)
         runs, whole = PartitionSpec(RUN), PartitionSpec()
@@ -65,7 +64,7 @@ class Program:
         return jax.jit(mapped, donate_argnums=donate_argnums)
 
     def put_settings(self) -> step.Settings:
-        return sharding.put(self.settings, self.over_runs)
+        return sharding.put(self.settings, self.by_run)
 
     def init(self) -> TrainState:
         return self._init(self.put_settings())
@@ -73,7 +72,7 @@ class Program:
     def stack(self, states: Sequence[TrainState]) -> TrainState:
         """States of the runs, one of each, as the pack's."""
         states = [*states, *[states[-1]] * (self.num_lanes - self.num_runs)]
-        return sharding.put(jax.tree.map(lambda *xs: np.stack([np.asarray(x) for x in xs]), *states), self.over_runs)
+        return sharding.put(jax.tree.map(lambda *xs: np.stack([np.asarray(x) for x in xs]), *states), self.by_run)
 
     def take(self, tree: Any, run: int) -> Any:
         """One run's part, on every device."""
@@ -90,7 +89,7 @@ class Program:
         return self._step.lower(state, settings, number, fed).compile()
 
     def _abstract(self, tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.over_runs), tree)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.by_run), tree)
 
 
 def _experiments(first: Experiment, configs: Sequence[ExperimentConfig]) -> list[Experiment]:
@@ -107,35 +106,13 @@ def _experiments(first: Experiment, configs: Sequence[ExperimentConfig]) -> list
     return found
 
 
-class PackEvaluator:
-    """Scores the parameters of all runs on one split, batch by batch; as `evaluate.Evaluator` does those of one."""
+class PackEvaluator(Pass):
+    """Scores the parameters of all runs on one split."""
 
     def __init__(self, evaluation: Evaluation, program: Program, batch_size: int, limit: int | None) -> None:
-        self.evaluation, self.rows, self._program = evaluation, min(evaluation.rows, limit or evaluation.rows), program
-        self.batch_size = min(batch_size, self.rows)
-        self._score: Any = program._over_runs(evaluation.score, shared=1)
-
-    def compile(self, params: Any) -> None:
-        self._score = self._score.lower(params, self._batch(0)).compile()
+        self._num_runs = program.num_runs
+        super().__init__(evaluation, program.over_runs(evaluation.score, shared=1), program.put, batch_size, limit)
 
     def __call__(self, params: Any, progress: Progress | None = None) -> list[dict[str, float]]:
-        totals: list[dict[str, Array]] = []
-        for start in range(0, self.rows, self.batch_size):
-            totals.append(self._score(params, self._batch(start)))
-            if len(totals) > QUEUED:
-                jax.block_until_ready(totals[-1 - QUEUED])
-            if progress is not None:
-                progress(min(self.batch_size, self.rows - start))
-        fetched = jax.device_get(totals)
-        sums = {name: np.asarray([t[name] for t in fetched], np.float64).sum(axis=0) for name in fetched[0]}
-        return [
-            self.evaluation.summarise({name: x[run] for name, x in sums.items()})
-            for run in range(self._program.num_runs)
-        ]
-
-    def _batch(self, start: int) -> Any:
-        stop = min(start + self.batch_size, self.rows)
-        batch = self.evaluation.read(start, stop) | {"count": np.ones(stop - start, np.float32)}
-        padding = self.batch_size - (stop - start)
-        padded = {name: np.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)) for name, x in batch.items()}
-        return self._program.put(padded)
+        sums = self.sums(params, progress)
+        return [self.summarise({name: x[run] for name, x in sums.items()}) for run in range(self._num_runs)]
