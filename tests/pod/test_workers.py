@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -201,8 +203,19 @@ def test_one_that_cannot_be_reached_is_named(cloud: Cloud, workers: Workers) -> 
         workers.start("gs://b/x", ["train"], {})
 
 
+def write_wheel(folder: Path) -> Path:
+    """A package that needs no index."""
+    path = folder / "locked-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("locked.py", "WORD = 'from the wheel'\n")
+        wheel.writestr("locked-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: locked\nVersion: 1.0\n")
+        wheel.writestr("locked-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("locked-1.0.dist-info/RECORD", "")
+    return path
+
+
 @pytest.mark.slow
-def test_the_environment_is_made_once_from_the_locked_versions(cloud: Cloud) -> None:
+def test_the_environment_is_made_once_from_the_locked_versions(cloud: Cloud, tmp_path: Path) -> None:
     gcloud = Gcloud(make_spec(type="v4-8"))
     gcloud.create_node()
     workers, home = Workers(gcloud), cloud.home("trainer", 0) / "tinypod"
@@ -225,6 +238,9 @@ def test_the_environment_is_made_once_from_the_locked_versions(cloud: Cloud) -> 
     born = python.lstat().st_mtime_ns
     assert settle(b"") == {"files": 4}
     assert python.lstat().st_mtime_ns == born
+    assert settle(f"{write_wheel(tmp_path)}\n".encode()) == {"files": 4}
+    said = subprocess.run([python, "-c", "import locked; print(locked.WORD)"], capture_output=True, check=True).stdout
+    assert said == b"from the wheel\n"
     failed = settle(b"./no_such_package\n")
     assert "-m pip install" in failed["error"]
     assert workers.reports()[0].state == "none"

@@ -63,25 +63,36 @@ def _set_up(version: str) -> str | None:
     digest = _digest(requirements)
     if stamp.exists() and stamp.read_text() == digest:
         return None
-    python = str(ENV / "bin" / "python")
-    if "{}.{}".format(*sys.version_info) == version:
-        commands = [
-            [sys.executable, "-m", "venv", "--clear", str(ENV)],
-            [python, "-m", "pip", "install", "--quiet", "--requirement", str(requirements)],
-        ]
-    else:  # the image's Python is another, often too old: uv brings that one
-        uv = [sys.executable, "-m", "uv"]
-        commands = [
+    python, uv = str(ENV / "bin" / "python"), [sys.executable, "-m", "uv"]
+    make = [[sys.executable, "-m", "venv", "--clear", str(ENV)]]
+    install = [[python, "-m", "pip", "install", "--quiet", "--requirement", str(requirements)]]
+    # Where the image's Python is another, often too old, or has no ensurepip, as Ubuntu's: uv brings the right one.
+    if "{}.{}".format(*sys.version_info) != version or _run(make):
+        make = [
             [sys.executable, "-m", "pip", "install", "--quiet", "--user", "uv"],
             [*uv, "venv", "--clear", "--python", version, str(ENV)],
-            [*uv, "pip", "install", "--quiet", "--python", python, "--requirement", str(requirements)],
         ]
+        install = [[*uv, "pip", "install", "--quiet", "--python", python, "--requirement", str(requirements)]]
+        error = _run(make)
+        if error:
+            return error
+    error = _run(install)
+    if error:
+        return error
+    _write(stamp, digest)
+    return None
+
+
+def _run(commands: list[list[str]]) -> str | None:
+    """Why the first that failed did."""
+    environment = {**os.environ, "PIP_BREAK_SYSTEM_PACKAGES": "1"}  # this VM is ours
     for command in commands:
-        ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        ended = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
+        )
         if ended.returncode:
             said = ended.stdout.decode(errors="replace").strip()[-1500:]
             return "{} ended with {}:\n{}".format(" ".join(command[1:4]), ended.returncode, said)
-    _write(stamp, digest)
     return None
 
 
