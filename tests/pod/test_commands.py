@@ -68,6 +68,13 @@ def test_dry_runs_print_commands_and_run_none(cloud: Cloud, spec: str) -> None:
     assert len(starts) == 2
     assert all("--run=gs://b/my run;x" in line for line in starts)
     assert "queued-resources delete trainer --force" in tinypod("down", spec, "--dry-run")
+    study = ["studies/width", "data.path=gs://b/data", "--run", "gs://b/study", "--dry-run"]
+    starts = [line for line in tinypod("run", spec, *study).splitlines() if "worker.py start" in line]
+    for number, line in enumerate(starts):
+        assert "width.yaml" in line
+        assert f"--worker={number}" in line
+        assert "TPU_CHIPS_PER_PROCESS_BOUNDS" in line
+    assert len(starts) == 2
     assert cloud.calls() == []
 
 
@@ -76,6 +83,10 @@ def test_what_cannot_work_is_said_before_anything_is_spent(cloud: Cloud, spec: s
         tinypod("run", spec, DEMO, "--run", "runs/x")
     with pytest.raises(UserError, match=r"data.path=data/demo is a path on this machine"):
         tinypod("run", spec, DEMO, "data.path=data/demo", "--run", "gs://b/x")
+    with pytest.raises(UserError, match=r"data.path=data/demo is a path on this machine"):
+        tinypod("run", spec, "studies/width", "--run", "gs://b/x")
+    with pytest.raises(UserError, match="--supervise is for one run"):
+        tinypod("run", spec, "studies/width", "data.path=gs://b/d", "--run", "gs://b/x", "--supervise")
     with pytest.raises(UserError, match="batch_sze: unknown key"):
         tinypod("run", spec, DEMO, "batch_sze=3", "--run", "gs://b/x")
     with pytest.raises(UserError, match=r"SPEC: no file .*nothing.yaml; copy examples/pod.yaml"):
@@ -93,3 +104,7 @@ def test_manifests_are_printed(spec: str) -> None:
     script = tinypod("manifest", *common, "--slurm", "--nodes", "2", "--gpus-per-node", "4")
     assert "#SBATCH --ntasks-per-node=4\n" in script
     assert "-lt 7" in script
+    study = ["studies/width", "data.path=gs://b/d", "--run", "gs://b/x"]
+    script = tinypod("manifest", *study, "--slurm", "--nodes", "2")
+    assert "srun --kill-on-bad-exit=0 tinypod study run studies/width" in script
+    assert "--folder=gs://b/x --workers=2" in script

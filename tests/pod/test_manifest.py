@@ -11,12 +11,15 @@ import pytest
 import yaml
 from test_gcloud import HOSTILE
 
+from tinypod import config as configs
 from tinypod.errors import EXIT_CODES, UserError
+from tinypod.experiment import ExperimentConfig
 from tinypod.plan.slices import all_slices, find_slice
-from tinypod.pod.job import make_job
+from tinypod.pod.job import study_job, train_job
 from tinypod.pod.manifest import CONFIG_FOLDER, JobSet, Sbatch
 from tinypod.study.file import load_study
 
+DEMO = configs.load("demo", ["data.path=gs://b/d"], ExperimentConfig)
 SCHEMA = json.loads(Path(__file__).with_name("jobset_schema.json").read_text())
 
 
@@ -46,7 +49,7 @@ def job_set(slice_name: str = "v6e-16", **changes: Any) -> JobSet:
         "name": "sudoku",
         "slice": find_slice(slice_name),
         "image": "reg/img:1",
-        "job": make_job("demo", ["data.path=gs://b/d"], "gs://b/x", folder=f"{CONFIG_FOLDER}/"),
+        "job": train_job(DEMO, "gs://b/x", folder=f"{CONFIG_FOLDER}/"),
     }
     return JobSet(**{**fields, **changes})
 
@@ -114,7 +117,7 @@ def test_selectors_restarts_and_environment() -> None:
 def test_the_hosts_of_a_study_compute_apart(tmp_path: Path) -> None:
     """Each with its own chips, its number from Kubernetes; and the study is the same from the files that go along."""
     name, overrides = "studies/paper_ablations", ["data.path=gs://b/d", "steps=100"]
-    job = make_job(name, overrides, "gs://b/x", folder=f"{CONFIG_FOLDER}/")
+    job = study_job(name, overrides, "gs://b/x", folder=f"{CONFIG_FOLDER}/")
     config_map, document = job_set("v5e-16", job=job).documents()
     assert problems(document) == []
     container = pod_of(document)[1]["containers"][0]
@@ -126,11 +129,9 @@ def test_the_hosts_of_a_study_compute_apart(tmp_path: Path) -> None:
         (tmp_path / file).write_text(text)
     assert load_study(tmp_path / "paper_ablations.yaml").runs == load_study(name, overrides).runs
     (tmp_path / "words.yaml").write_text('{base: demo, variants: {"1e-3": {optimizer.learning_rate: 1e-3}, "on": {}}}')
-    for file, text in make_job(str(tmp_path / "words.yaml"), [], "gs://b/x").files.items():
+    for file, text in study_job(str(tmp_path / "words.yaml"), [], "gs://b/x").files.items():
         (tmp_path / file.replace("words.", "sent.")).write_text(text)
     assert load_study(tmp_path / "sent.yaml").runs == load_study(tmp_path / "words.yaml").runs
-    with pytest.raises(UserError, match="--supervise"):
-        make_job(name, [], "gs://b/x", supervise=True)
 
 
 def test_slurm_starts_one_worker_of_a_study_a_node(tmp_path: Path) -> None:

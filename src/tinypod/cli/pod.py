@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tinypod.cli.shared import Overrides, app, console
+from tinypod.cli.shared import Overrides, app, console, load_config
 from tinypod.errors import UserError
 from tinypod.runs.terminal import say
 
@@ -66,14 +66,13 @@ def run(
     Example: `tinypod pod run pod.yaml trm/sudoku_mlp data.path=gs://b/sudoku --run gs://b/runs/first --keep --down`
     """
     from tinypod.pod import lifecycle
-    from tinypod.pod.job import make_job
     from tinypod.pod.keep import PodRun
     from tinypod.pod.state import read_state
     from tinypod.runs.folder import open_run
 
     _check_run(run)
     gcloud, place = _gcloud(spec, dry_run), open_run(run)
-    job = make_job(config, overrides or [], str(place), supervise=supervise)
+    job = _job(config, overrides, str(place), supervise=supervise)
     _check_paths(job)
     pod_run = PodRun(gcloud, place, job, console)
     try:
@@ -203,13 +202,12 @@ def manifest(
     | kubectl apply -f -`, `tinypod pod manifest demo --run /shared/runs/x --slurm --nodes 2 > job.sh`.
     """
     from tinypod.plan.slices import find_slice
-    from tinypod.pod.job import make_job
     from tinypod.pod.manifest import CONFIG_FOLDER, JobSet, Sbatch
 
     if slurm:
         if not run:
             raise UserError("--run: say where the run lies: a folder that all nodes see, or gs://BUCKET/FOLDER")
-        apart = make_job(config, overrides or [], run).apart  # says what is wrong with the config, too
+        apart = _job(config, overrides, run).apart  # says what is wrong with the config, too
         words = ["study", "run", config, *(overrides or []), f"--folder={run}", f"--workers={nodes}"]
         words = words if apart else ["train", config, *(overrides or []), f"--run={run}"]
         text = Sbatch(
@@ -217,7 +215,7 @@ def manifest(
         ).render()
     else:
         _check_run(run)
-        job = make_job(config, overrides or [], run, folder=f"{CONFIG_FOLDER}/")
+        job = _job(config, overrides, run, folder=f"{CONFIG_FOLDER}/")
         _check_paths(job)
         if slice_name is None or image is None:
             raise UserError("a JobSet needs --slice (like v6e-16) and --image; an sbatch script, --slurm")
@@ -225,6 +223,17 @@ def manifest(
             name, find_slice(slice_name), image, job, spot, service_account, queue, max_restarts=max_restarts
         ).render()
     print(text, end="")
+
+
+def _job(config: str, overrides: list[str] | None, place: str, *, folder: str = "", supervise: bool = False) -> "Job":
+    from tinypod.pod.job import study_job, train_job
+    from tinypod.study.file import is_study
+
+    if not is_study(config):
+        return train_job(load_config(config, overrides), place, folder=folder, supervise=supervise)
+    if supervise:
+        raise UserError("--supervise is for one run: what a worker of a study leaves, the others take over")
+    return study_job(config, overrides or [], place, folder=folder)
 
 
 def _gcloud(spec: str, dry_run: bool) -> "Gcloud":

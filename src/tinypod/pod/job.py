@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinypod import config as configs
-from tinypod.errors import UserError
 from tinypod.experiment import ExperimentConfig
 from tinypod.plan.slices import Slice
-from tinypod.study.file import Study, is_study, load_study, written_out
+from tinypod.study.file import Study, load_study, written_out
 
 CONFIG = "config.yaml"
 
@@ -33,14 +32,13 @@ class Job:
         return alone | {"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost"}
 
 
-def make_job(name: str, overrides: Sequence[str], place: str, *, folder: str = "", supervise: bool = False) -> Job:
-    """Of a config or a study, by file or recipe. `folder`: where a host has the files."""
-    if not is_study(name):
-        config = configs.load(name, overrides, ExperimentConfig)
-        command = ("train", f"{folder}{CONFIG}", f"--run={place}", *(["--supervise"] if supervise else []))
-        return Job(place, {CONFIG: configs.dump(config)}, command, (config,))
-    if supervise:
-        raise UserError("--supervise is for one run: what a worker of a study leaves, the others take over")
+def train_job(config: ExperimentConfig, place: str, *, folder: str = "", supervise: bool = False) -> Job:
+    """`folder`: where a host has the files."""
+    command = ("train", f"{folder}{CONFIG}", f"--run={place}", *(["--supervise"] if supervise else []))
+    return Job(place, {CONFIG: configs.dump(config)}, command, (config,))
+
+
+def study_job(name: str, overrides: Sequence[str], place: str, *, folder: str = "") -> Job:
     study: Study = load_study(name, overrides)
     of_all = tuple(run.config for run in study.runs)
     command = ("study", "run", f"{folder}{study.name}.yaml", f"--folder={place}")

@@ -28,6 +28,7 @@ from tinypod import config as configs
 from tinypod.config import Config
 from tinypod.errors import ConfigError
 from tinypod.experiment import ExperimentConfig
+from tinypod.runs import storage
 
 Levels = Annotated[list[Any], Field(min_length=1)]
 Changes = Annotated[dict[str, Any], Field(default_factory=dict)]  # by dotted key
@@ -155,7 +156,9 @@ def _read(path: Path, where: str) -> StudyFile:
 
 
 def is_study(path: str | Path) -> bool:
-    """Whether a file describes a study, and not one run."""
+    """Whether a file, or what is shipped by that name, describes a study; not a config of one run, nor a run."""
+    if storage.is_remote(path) or Path(path).is_dir():
+        return False
     return "base" in configs.read_tree(configs.locate(path))
 
 
