@@ -28,6 +28,17 @@ def test_every_shipped_study_is_short_and_expands(path: Path) -> None:
     assert len({shape_of(run.config) for run in study.runs}) <= len({run.variant for run in study.runs})
 
 
+def test_names_of_studies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without `studies/`; `demo` is a config, too, and `base` is one only."""
+    monkeypatch.chdir(tmp_path)
+    assert load_study("width").runs == load_study("studies/width").runs
+    assert len(load_study("demo").runs) == 12
+    with pytest.raises(ConfigError, match=r"trm/sudoku_mlp is the config of one run, not a study: `tinypod train"):
+        load_study("trm/sudoku_mlp")
+    with pytest.raises(ConfigError, match="did you mean the recipe `studies/width`"):
+        load_study("studies/widht")
+
+
 def test_a_grid_zipped_lists_variants_and_seeds_multiply(tmp_path: Path) -> None:
     path = write(
         tmp_path,

@@ -144,9 +144,25 @@ class Study(NamedTuple):
 
 
 def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
-    """`overrides` go into every run, after the file's `set`."""
-    found = configs.locate(path)
+    """By its file, or the name of a shipped one, with or without `studies/`. `overrides` go into every run, after the
+    file's `set`."""
+    found = _locate(path)
     return expand(found.stem, _read(found, str(path)), overrides, str(path))
+
+
+def _locate(path: str | Path) -> Path:
+    for name in (str(path), f"studies/{path}"):
+        try:
+            found = configs.locate(name)
+        except ConfigError:
+            continue
+        if "base" in configs.read_tree(found):
+            return found
+    configs.locate(path)  # an error if it is not there at all
+    raise ConfigError(
+        f"{path} is the config of one run, not a study: `tinypod train {path}` trains it, and a study names it as its "
+        f"`base`. A quick study of it: `tinypod train {path} seed=0,1,2`"
+    )
 
 
 def _read(path: Path, where: str) -> StudyFile:
@@ -164,7 +180,7 @@ def is_study(path: str | Path) -> bool:
 
 def written_out(path: str | Path, overrides: Sequence[str]) -> dict[str, str]:
     """The same study as files by name, for a machine that has none of those it names."""
-    found = configs.locate(path)
+    found = _locate(path)
     file = _read(found, str(path))
     base = f"{found.stem}_base.yaml"
     tree = file.model_dump(mode="json", exclude_defaults=True) | {"base": base}
