@@ -1,5 +1,6 @@
 """Several processes share a study: every run is trained once, by one of them; what one leaves, another takes."""
 
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import gcs
 from fixtures import CONFIGS, TINY, write_4x4
 from tinypod import config as configs
 from tinypod.runs.folder import Run, open_run
+from tinypod.study import claims
 from tinypod.study.claims import Worker, choosing, claim, is_free
 from tinypod.study.file import Study, load_study
 from tinypod.study.folder import read_outcome, refresh, run_of
@@ -70,6 +72,23 @@ def test_in_a_bucket_a_lease_tells_two_machines_apart(tmp_path: Path, monkeypatc
         second.enter_context(choosing(there, two))
         assert is_free(run_of(tmp_path / "new machine", "b", url), two)
         assert not is_free(run_of(tmp_path / "new machine", "b", url), one)
+
+
+def test_what_is_claimed_is_renewed_until_it_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No heartbeat does it while a run is set up."""
+    store, url = gcs.shared(), "gs://tinypod-test/claims/renewed"
+    monkeypatch.setattr(claims, "LAPSE_S", 0.1)
+
+    def renewed() -> float:
+        return float(json.loads(store.files(f"{url}/runs/a")["owner.lock"])["renewed"])
+
+    with ExitStack() as stack:
+        assert claim(stack, [run_of(tmp_path, "a", url)], Worker()) == [True]
+        first, deadline = renewed(), time.monotonic() + LIMIT_S
+        while renewed() == first:
+            assert time.monotonic() < deadline, "nobody renews it"
+            time.sleep(0.02)
+    assert "owner.lock" not in store.files(f"{url}/runs/a")
 
 
 def write_study_file(folder: Path, data: Path) -> Path:
