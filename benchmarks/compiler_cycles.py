@@ -11,9 +11,9 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
-from tinypod.plan import slices
-from tinypod.plan.compiler import ALONE
-from tinypod.plan.hlo.program import read
+from tinypod.planning import slices
+from tinypod.planning.compiler import ALONE
+from tinypod.planning.hlo.program import read
 
 os.environ.update(ALONE)  # before JAX starts
 

@@ -21,11 +21,11 @@ from rich.console import Console
 
 from tinypod import config as configs
 from tinypod.experiment import ExperimentConfig
-from tinypod.plan import compiler as tpu_compiler
-from tinypod.plan import slices
-from tinypod.plan.planner import Plan, Planner, changed
-from tinypod.plan.prices import Prices, read_prices
-from tinypod.plan.slices import GIB
+from tinypod.planning import compiler as tpu_compiler
+from tinypod.planning import slices
+from tinypod.planning.planner import Plan, Planner, changed
+from tinypod.planning.prices import Prices, read_prices
+from tinypod.planning.slices import GIB
 from tinypod.runs.storage import replace_file
 
 DEFAULT_SLICES = ("v4-8", "v4-64", "v5e-8", "v5p-128", "v6e-1", "v6e-4", "v6e-8")

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from tinypod import config as configs
 from tinypod.experiment import ExperimentConfig
-from tinypod.plan import local as local_device
-from tinypod.plan.slices import GIB
+from tinypod.planning import local as local_device
+from tinypod.planning.slices import GIB
 
 
 def row(path: str, overrides: list[str]) -> tuple[str, float]:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tinypod.plan import compiler as tpu_compiler
-from tinypod.plan.analysis import Analysis, Memory
-from tinypod.plan.hlo.program import Collective, Kernel, Program
-from tinypod.plan.slices import GIB
+from tinypod.planning import compiler as tpu_compiler
+from tinypod.planning.analysis import Analysis, Memory
+from tinypod.planning.hlo.program import Collective, Kernel, Program
+from tinypod.planning.slices import GIB
 from tinypod.sharding import AXES
 
 

@@ -9,7 +9,7 @@ import tinypod
 from fixtures import TESTS
 
 PACKAGE = Path(tinypod.__file__).parent
-CORE = {"config", "experiment", "step", "train", "evaluate", "optim", "sharding", "errors"}
+CORE = {"config", "experiment", "step", "training", "evaluate", "optim", "sharding", "errors"}
 # Each line may import the ones before it. `runs.storage` and `runs.terminal` know nothing of the rest.
 LAYERS = [
     {"errors"},
@@ -21,8 +21,8 @@ LAYERS = [
     {"step", "evaluate"},
     {"experiment"},
     {"runs", "health", "cluster"},
-    {"train", "weights"},
-    {"check", "plan", "solve", "generate", "cache"},
+    {"training", "weights"},
+    {"check", "planning", "solve", "generate", "cache"},
     {"study"},
     {"pod"},
     {"cli"},

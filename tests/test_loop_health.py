@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 
 from fixtures import tiny_config, write_4x4
-from test_train import assert_same_states, in_a_process, rows, state_at
-from tinypod import train
+from test_training import assert_same_states, in_a_process, rows, state_at
+from tinypod import training
 from tinypod.errors import CheckpointError, CorruptionError, RecompileError, StorageError
 from tinypod.health import goodput
 from tinypod.health.heartbeat import read_heartbeats
@@ -33,7 +33,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(data: Path, folder: Path, *overrides: str, **options) -> str:
     console = Console(file=StringIO(), width=300)
-    train.train(tiny_config(data, *STEPS, *overrides), Run(folder), console, **options)
+    training.train(tiny_config(data, *STEPS, *overrides), Run(folder), console, **options)
     return console.file.getvalue()
 
 
@@ -54,7 +54,7 @@ def test_a_disk_that_is_full_for_a_while_costs_nothing(
     data: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Full at the save of step 4 and its rows of metrics, free again from step 6 on."""
-    save, progress = saver.Saver.save, train.TrainingProgress.step
+    save, progress = saver.Saver.save, training.TrainingProgress.step
 
     def filling(self, state, step, *rest):
         if step == 4:
@@ -67,7 +67,7 @@ def test_a_disk_that_is_full_for_a_while_costs_nothing(
         progress(self, step)
 
     monkeypatch.setattr(saver.Saver, "save", filling)
-    monkeypatch.setattr(train.TrainingProgress, "step", freeing)
+    monkeypatch.setattr(training.TrainingProgress, "step", freeing)
     monkeypatch.setattr(saver, "RETRY_SAVE_S", 0.0)
     try:
         output = trained(data, tmp_path / "run")
@@ -159,14 +159,14 @@ def test_a_read_that_the_system_refuses_condemns_no_checkpoint(
 def test_an_evaluation_that_a_stop_cut_off_at_the_end_is_made_up_for(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = train.Evaluator.__call__
+    original = training.Evaluator.__call__
 
     def interrupted(self, params, progress=None):
         os.kill(os.getpid(), signal.SIGTERM)
         return original(self, params, progress)
 
     with monkeypatch.context() as patched:
-        patched.setattr(train.Evaluator, "__call__", interrupted)
+        patched.setattr(training.Evaluator, "__call__", interrupted)
         trained(data, tmp_path / "run")
     assert not any("eval/count" in row for row in rows(tmp_path / "run"))
     for _ in range(2):  # once, not twice
@@ -177,14 +177,14 @@ def test_an_evaluation_that_a_stop_cut_off_at_the_end_is_made_up_for(
 def test_the_host_is_never_far_ahead_of_the_device(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waited = []
     original = jax.block_until_ready
-    monkeypatch.setattr(train.jax, "block_until_ready", lambda x: waited.append(1) or original(x))
+    monkeypatch.setattr(training.jax, "block_until_ready", lambda x: waited.append(1) or original(x))
     trained(data, tmp_path / "run", "log.every_steps=8", "checkpoint.every_steps=null")
-    assert len(waited) >= 8 - train.QUEUED
+    assert len(waited) >= 8 - training.QUEUED
 
 
 def recompiling(monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
     function = jax.jit(lambda x: x + 1)
-    original = train.training_record
+    original = training.training_record
 
     steps = []
 
@@ -195,7 +195,7 @@ def recompiling(monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
 
     function(np.zeros(3, np.float32))
 
-    monkeypatch.setattr(train, "training_record", row)
+    monkeypatch.setattr(training, "training_record", row)
 
 
 def test_a_compile_after_warm_up_stops_the_run_and_says_what_changed(
@@ -220,7 +220,7 @@ def test_a_compile_after_warm_up_can_be_let_through(
 def test_weights_that_differ_between_replicas_stop_the_run(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = train._compile
+    original = training._compile
 
     def corrupting(*args):
         train_step, check_replicas = original(*args)
@@ -239,7 +239,7 @@ def test_weights_that_differ_between_replicas_stop_the_run(
         return step, check_replicas
 
     trained(data, tmp_path / "healthy", "health.replica_check_every_steps=2")
-    monkeypatch.setattr(train, "_compile", corrupting)
+    monkeypatch.setattr(training, "_compile", corrupting)
     with pytest.raises(CorruptionError, match="head"):
         trained(data, tmp_path / "run", "health.replica_check_every_steps=2")
     assert read_heartbeats(tmp_path / "run" / "health")[0].step == 6

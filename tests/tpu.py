@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tinypod.plan.compiler import ALONE
+from tinypod.planning.compiler import ALONE
 
 needs_compiler = pytest.mark.skipif(
     find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ, reason="needs libtpu (extra `plan`)"

@@ -20,7 +20,7 @@ from tinypod.data import blocks
 from tinypod.errors import ConfigError, DataError, UserError
 from tinypod.experiment import ExperimentConfig, build
 from tinypod.runs.folder import Run
-from tinypod.train import train
+from tinypod.training import train
 
 LENGTH, TOPK = 12, 4
 META = {

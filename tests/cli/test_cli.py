@@ -8,7 +8,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fixtures import CONFIGS, TINY, tiny_config, write_4x4
-from tinypod import cli, train
+from tinypod import cli, training
 from tinypod.data import puzzles, sudoku, sudoku_generator
 from tinypod.errors import UserError
 from tinypod.runs.folder import Run
@@ -20,7 +20,7 @@ runner = CliRunner()
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cli")
     data = write_4x4(folder / "data", num_sources=2)
-    train.train(tiny_config(data), Run(folder / "run"), Console(quiet=True))
+    training.train(tiny_config(data), Run(folder / "run"), Console(quiet=True))
     return folder / "run"
 
 

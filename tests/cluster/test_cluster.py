@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from fixtures import write_4x4
-from test_train import assert_same_states, command, state_at, wait_for
-from test_train import rows as all_rows
+from test_training import assert_same_states, command, state_at, wait_for
+from test_training import rows as all_rows
 from tinypod.errors import DeadlineError
 from tinypod.health.heartbeat import read_heartbeats
 from tinypod.runs.folder import HEALTH

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from fixtures import tiny_config, write_4x4
 from poison import poisoned
-from test_train import assert_same_states, state_at
-from tinypod import experiment, tasks, train
+from test_training import assert_same_states, state_at
+from tinypod import experiment, tasks, training
 from tinypod.cluster.agreement import Cluster
 from tinypod.errors import NonFiniteError, UserError
 from tinypod.experiment import NonFiniteConfig
@@ -30,7 +30,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(data: Path, folder: Path, *overrides: str) -> str:
     console = Console(file=StringIO(), width=200)
-    train.train(tiny_config(data, *SETTINGS, *overrides), Run(folder), console)
+    training.train(tiny_config(data, *SETTINGS, *overrides), Run(folder), console)
     return console.file.getvalue()
 
 

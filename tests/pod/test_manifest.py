@@ -14,7 +14,7 @@ from test_gcloud import HOSTILE
 from tinypod import config as configs
 from tinypod.errors import EXIT_CODES, UserError
 from tinypod.experiment import ExperimentConfig
-from tinypod.plan.slices import all_slices, find_slice
+from tinypod.planning.slices import all_slices, find_slice
 from tinypod.pod.job import study_job, train_job
 from tinypod.pod.manifest import CONFIG_FOLDER, JobSet, Sbatch
 from tinypod.study.file import load_study

@@ -262,8 +262,8 @@ def test_what_is_shipped(tmp_path: Path) -> None:
     for name in ("task.py", "task.yaml", ".env", "key.json", "weights.npz"):
         (tmp_path / "mine" / name).write_text("x")
     files = ship.files_to_ship({"config.yaml": "steps: 1\n"}, [str(tmp_path / "mine")])
-    assert {"task.py", "task.yaml", "config.yaml", "requirements.txt", "tinypod/train.py"} <= files.keys()
-    assert {"tinypod/configs/demo.yaml", "tinypod/plan/prices.yaml"} <= files.keys()
+    assert {"task.py", "task.yaml", "config.yaml", "requirements.txt", "tinypod/training.py"} <= files.keys()
+    assert {"tinypod/configs/demo.yaml", "tinypod/planning/prices.yaml"} <= files.keys()
     assert not {".env", "key.json", "weights.npz"} & files.keys()
     with pytest.raises(UserError, match="code: there is no folder"):
         ship.files_to_ship({}, [str(tmp_path / "other")])

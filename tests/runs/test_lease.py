@@ -9,7 +9,7 @@ import pytest
 
 import gcs
 from fixtures import write_4x4
-from test_train import in_a_process
+from test_training import in_a_process
 from tinypod.errors import StorageError
 from tinypod.runs import folder, lease
 from tinypod.runs.lease import LAPSE_S, Lease, LeaseError, own

@@ -16,7 +16,7 @@ import tensorstore
 
 import gcs
 from fixtures import tiny_config, write_4x4
-from test_train import in_a_process
+from test_training import in_a_process
 from tinypod import experiment
 from tinypod.data import fetch
 from tinypod.errors import CheckpointError, StorageError, UserError

@@ -9,8 +9,8 @@ from rich.console import Console
 
 import fake_compiler
 from tinypod.errors import UserError
-from tinypod.plan.prices import read_prices
-from tinypod.plan.slices import find_slice
+from tinypod.planning.prices import read_prices
+from tinypod.planning.slices import find_slice
 from tinypod.study.file import load_study
 from tinypod.study.plan import plan_study, summary, table
 

@@ -30,7 +30,7 @@ from tinypod.study.folder import Outcome, read_outcome, run_of, write_outcome
 from tinypod.study.packing import most_devices
 from tinypod.study.run import plan_packs, run_study
 from tinypod.study.status import table
-from tinypod.train import train
+from tinypod.training import train
 
 LIMIT_S = 900  # for a process that must end: these cores may be busy
 

@@ -23,7 +23,7 @@ from tinypod.runs.checksums import flatten
 from tinypod.runs.folder import Run
 from tinypod.runs.saver import open_checkpoints
 from tinypod.step import bind_loss, differentiated
-from tinypod.train import train
+from tinypod.training import train
 from tinypod.weights import language_model
 from tinypod.weights.importing import create_run
 from tinypod.weights.language_model import LanguageModel

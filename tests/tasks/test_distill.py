@@ -24,7 +24,7 @@ from tinypod.runs.folder import Run
 from tinypod.runs.load import load_weights
 from tinypod.runs.saver import open_checkpoints
 from tinypod.step import select_trained
-from tinypod.train import train
+from tinypod.training import train
 from tinypod.weights import hugging_face, language_model
 from tinypod.weights.convert import convert
 from tinypod.weights.exporting import write_weights

@@ -11,11 +11,11 @@ from rich.console import Console
 
 from fixtures import Steps, read_split, tiny_config, write_4x4
 from test_step import assert_near, run
-from test_train import assert_same_states, state_at
-from tinypod import experiment, step, train
+from test_training import assert_same_states, state_at
+from tinypod import experiment, step, training
 from tinypod.evaluate import Evaluator
 from tinypod.models import trm
-from tinypod.plan import analysis
+from tinypod.planning import analysis
 from tinypod.runs.folder import Run
 from tinypod.solve.refine import refine
 
@@ -95,7 +95,7 @@ def test_it_resumes_to_the_bit(data: Path, tmp_path: Path, overrides: tuple[str,
     for name, parts in {"whole": (4,), "parts": (2, 4)}.items():
         for steps in parts:
             config = tiny_config(data, *overrides, f"steps={steps}", "mesh.devices=1")
-            outcome = train.train(config, Run(tmp_path / name), Console(file=StringIO()))
+            outcome = training.train(config, Run(tmp_path / name), Console(file=StringIO()))
             assert outcome.step == steps
     assert_same_states(*(state_at(data, tmp_path / name, 4) for name in ("whole", "parts")))
 

@@ -11,11 +11,11 @@ from rich.console import Console
 
 from fixtures import Steps, tiny_config, write_4x4
 from test_step import assert_near
-from test_train import assert_same_states, state_at
-from tinypod import experiment, train
+from test_training import assert_same_states, state_at
+from tinypod import experiment, training
 from tinypod.errors import ConfigError
-from tinypod.plan import analysis
-from tinypod.plan.planner import make_plan
+from tinypod.planning import analysis
+from tinypod.planning.planner import make_plan
 from tinypod.runs.folder import Run
 from tinypod.runs.metrics import MetricsLog
 from tinypod.tasks.puzzle_schedule import Linear, Stage, curriculum_settings, exploration_settings, make_at_step
@@ -168,7 +168,7 @@ def test_the_start_says_how_the_recursion_grows_and_a_resumed_run_goes_on_with_i
         for steps in parts:
             console = Console(file=StringIO(), width=300)
             config = tiny_config(data, *CURRICULUM, ANNEALED, f"steps={steps}", "log.every_steps=1", "mesh.devices=1")
-            outcome = train.train(config, run, console)
+            outcome = training.train(config, run, console)
             said = console.file.getvalue()
         assert outcome.step == 6
         logged[name] = [row for row in MetricsLog(run.folder).read() if "train/loss" in row]

@@ -15,8 +15,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fixtures import Steps
-from test_train import assert_same_states, rows, state_at
-from tinypod import cli, config, train
+from test_training import assert_same_states, rows, state_at
+from tinypod import cli, config, training
 from tinypod.check.runner import run_checks
 from tinypod.experiment import ExperimentConfig, build
 from tinypod.runs.folder import Run
@@ -58,7 +58,7 @@ def quiet() -> Console:
 @pytest.fixture(scope="module")
 def trained(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     run, console = tmp_path_factory.mktemp("trained") / "run", quiet()
-    train.train(load(toy), Run(run), console)
+    training.train(load(toy), Run(run), console)
     return run, console.file.getvalue()
 
 
@@ -95,8 +95,8 @@ def test_eval_through_the_command_line(trained: tuple[Path, str]) -> None:
 
 
 def test_two_halves_are_the_whole_to_the_bit(toy: Path, trained: tuple[Path, str], tmp_path: Path) -> None:
-    train.train(load(toy, "steps=20"), Run(tmp_path / "run"), quiet())
-    train.train(load(toy), Run(tmp_path / "run"), quiet())
+    training.train(load(toy, "steps=20"), Run(tmp_path / "run"), quiet())
+    training.train(load(toy), Run(tmp_path / "run"), quiet())
     assert_same_states(state_at(toy, trained[0], 40), state_at(toy, tmp_path / "run", 40))
 
 

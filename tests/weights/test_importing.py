@@ -18,7 +18,7 @@ from tinypod.errors import UserError
 from tinypod.experiment import ExperimentConfig
 from tinypod.models.trm import TrmConfig
 from tinypod.runs.folder import Run
-from tinypod.train import train
+from tinypod.training import train
 from tinypod.weights import hugging_face, language_model, packed, peft
 from tinypod.weights.convert import without_adapters
 from tinypod.weights.exporting import write_weights

@@ -56,14 +56,14 @@ def plan(
     hours = None if budget is None else parse_hours(budget)
     loaded = load_config(config, overrides)
     if names == [LOCAL]:
-        from tinypod.plan.local import plan_local
+        from tinypod.planning.local import plan_local
 
         return _show([plan_local(loaded, errors, measure=measure, search=search)], None, as_json)
 
-    from tinypod.plan.planner import Planner, check
-    from tinypod.plan.prices import read_prices
-    from tinypod.plan.search import Budget, plan_slice, rank
-    from tinypod.plan.slices import find_slice
+    from tinypod.planning.planner import Planner, check
+    from tinypod.planning.prices import read_prices
+    from tinypod.planning.search import Budget, plan_slice, rank
+    from tinypod.planning.slices import find_slice
 
     targets = list(dict.fromkeys(find_slice(name) for name in names))
     prices = read_prices(prices_file, grant=grant)
@@ -84,7 +84,7 @@ def parse_hours(text: str) -> float:
 
 
 def _show(answers: Any, prices: Any, as_json: bool) -> None:
-    from tinypod.plan import tables
+    from tinypod.planning import tables
 
     if as_json:
         return _print_json(prices, plans=[tables.as_json(*answer) for answer in answers])
@@ -95,7 +95,7 @@ def _show(answers: Any, prices: Any, as_json: bool) -> None:
 
 
 def _show_ranking(ranking: Any, prices: Any, as_json: bool) -> None:
-    from tinypod.plan import tables
+    from tinypod.planning import tables
 
     if as_json:
         entries = [entry.model_dump(mode="json") for entry in ranking.entries]
@@ -104,7 +104,7 @@ def _show_ranking(ranking: Any, prices: Any, as_json: bool) -> None:
 
 
 def _print(tables: Any) -> None:
-    from tinypod.plan.tables import WIDTH
+    from tinypod.planning.tables import WIDTH
 
     Console(width=max(console.width, WIDTH)).print(tables)
 

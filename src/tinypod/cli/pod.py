@@ -201,7 +201,7 @@ def manifest(
     Examples: `tinypod pod manifest trm/sudoku_mlp data.path=gs://b/sudoku --run gs://b/x --slice v6e-16 --image IMAGE
     | kubectl apply -f -`, `tinypod pod manifest demo --run /shared/runs/x --slurm --nodes 2 > job.sh`.
     """
-    from tinypod.plan.slices import find_slice
+    from tinypod.planning.slices import find_slice
     from tinypod.pod.manifest import CONFIG_FOLDER, JobSet, Sbatch
 
     if slurm:

@@ -21,8 +21,8 @@ def slices(
     """
     import json
 
-    from tinypod.plan import slices as table
-    from tinypod.plan import slices_view
+    from tinypod.planning import slices as table
+    from tinypod.planning import slices_view
 
     shown = table.all_slices() if name is None else [table.find_slice(name)]
     if name is not None:

@@ -142,8 +142,8 @@ def plan(
 
     Example: `tinypod study plan studies/width --slice v4-64`
     """
-    from tinypod.plan.prices import read_prices
-    from tinypod.plan.slices import find_slice
+    from tinypod.planning.prices import read_prices
+    from tinypod.planning.slices import find_slice
     from tinypod.study.file import load_study
     from tinypod.study.plan import plan_study, summary, table
 

@@ -47,7 +47,7 @@ def train(
 
     Example: `tinypod train demo steps=500 --run runs/short`
     """
-    from tinypod import train as training
+    from tinypod import training
     from tinypod.cli import processes as own
     from tinypod.runs import profiling
     from tinypod.study.file import split_lists
@@ -109,7 +109,7 @@ def _target(config: str, run: str | None) -> "Run":
 
 def _with_advice(error: UserError, config: Any) -> UserError:
     """What would fit, by the planner's own search."""
-    from tinypod.plan import local
+    from tinypod.planning import local
 
     errors.print("out of memory; looking for a variant that fits", highlight=False)
     found = local.suggest(config, errors)

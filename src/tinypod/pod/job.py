@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tinypod import config as configs
 from tinypod.experiment import ExperimentConfig
-from tinypod.plan.slices import Slice
+from tinypod.planning.slices import Slice
 from tinypod.study.file import Study, load_study, written_out
 
 CONFIG = "config.yaml"

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from tinypod.errors import FINAL, UserError
-from tinypod.plan.slices import Slice
+from tinypod.planning.slices import Slice
 from tinypod.pod.job import Job
 from tinypod.runs.lease import OWNER
 

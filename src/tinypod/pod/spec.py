@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
 
 from tinypod.config import Config
-from tinypod.plan.prices import read_prices
-from tinypod.plan.slices import Slice, find_slice
+from tinypod.planning.prices import read_prices
+from tinypod.planning.slices import Slice, find_slice
 
 # The runtime (an image with drivers; JAX is installed on it) that Google's documentation names for each generation.
 RUNTIMES = {

@@ -31,7 +31,7 @@ from tinypod.step import TrainState, evaluation_params
 from tinypod.study.file import StudyRun
 from tinypod.study.folder import Outcome, read_outcome, write_outcome
 from tinypod.study.pack import PackEvaluator, Program
-from tinypod.train import QUEUED, training_record
+from tinypod.training import QUEUED, training_record
 
 QUIET = Console(file=StringIO())
 # (step, scores of runs by name) -> why some of them end here, by name

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tinypod.errors import UserError
-from tinypod.plan.planner import Plan, Planner
-from tinypod.plan.prices import Prices
-from tinypod.plan.slices import Slice
+from tinypod.planning.planner import Plan, Planner
+from tinypod.planning.prices import Prices
+from tinypod.planning.slices import Slice
 from tinypod.study.claims import Worker
 from tinypod.study.file import Study, StudyRun
 from tinypod.study.packing import can_pack, most_devices, shape_of

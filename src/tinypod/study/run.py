@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from tinypod import sharding
-from tinypod import train as training
+from tinypod import sharding, training
 from tinypod.cluster.agreement import Cluster
 from tinypod.cluster.stop import stop_on_signals
 from tinypod.errors import DeadlineError, DeviceMemoryError, StorageError, UserError

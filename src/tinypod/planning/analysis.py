@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from tinypod import sharding
 from tinypod.experiment import Experiment
 from tinypod.health.memory import is_out_of_memory, step_bytes
-from tinypod.plan.hlo.program import Program, read
+from tinypod.planning.hlo.program import Program, read
 from tinypod.step import bind_loss, differentiated, draw_batch
 
 _NEEDED = re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM")  # as the TPU compiler says it

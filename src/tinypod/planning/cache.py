@@ -13,9 +13,9 @@ from jax.sharding import AbstractMesh
 from pydantic import ValidationError
 
 from tinypod.experiment import ExperimentConfig
-from tinypod.plan import compiler as tpu_compiler
-from tinypod.plan.analysis import Analysis
-from tinypod.plan.slices import Slice
+from tinypod.planning import compiler as tpu_compiler
+from tinypod.planning.analysis import Analysis
+from tinypod.planning.slices import Slice
 from tinypod.runs import storage
 from tinypod.sharding import AXES
 from tinypod.tasks.task import Task

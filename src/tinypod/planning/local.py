@@ -22,9 +22,9 @@ from tinypod import sharding
 from tinypod.errors import DataError
 from tinypod.experiment import Experiment, ExperimentConfig, build
 from tinypod.health.memory import device_bytes
-from tinypod.plan.analysis import Analysis, analyse
-from tinypod.plan.planner import Plan, Probe, changed, make_plan, predict, with_overrides
-from tinypod.plan.search import find_fit
+from tinypod.planning.analysis import Analysis, analyse
+from tinypod.planning.planner import Plan, Probe, changed, make_plan, predict, with_overrides
+from tinypod.planning.search import find_fit
 
 MEASURED_STEPS = 10
 _PROBE_S = 0.3  # of each probe, at least

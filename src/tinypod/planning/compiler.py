@@ -18,8 +18,8 @@ from pathlib import Path
 from tinypod.cluster.children import with_parent
 from tinypod.errors import ConfigError, DataError, DeadlineError, UserError
 from tinypod.experiment import ExperimentConfig
-from tinypod.plan import slices
-from tinypod.plan.analysis import Analysis
+from tinypod.planning import slices
+from tinypod.planning.analysis import Analysis
 
 TIMEOUT_S = 3600.0
 _ANSWER = "TINYPOD_ANSWER "
@@ -78,7 +78,7 @@ def compile_for(
 def start_child() -> subprocess.Popen[str]:
     """The compiler's process, which waits for a request on its stdin."""
     return subprocess.Popen(
-        with_parent([sys.executable, "-m", "tinypod.plan.compiler", str(os.getpid())]),
+        with_parent([sys.executable, "-m", "tinypod.planning.compiler", str(os.getpid())]),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -122,7 +122,7 @@ def _serve() -> None:
     from jax.experimental import topologies
 
     from tinypod.experiment import build
-    from tinypod.plan.analysis import analyse
+    from tinypod.planning.analysis import analyse
 
     request = json.load(sys.stdin)
     target = slices.find_slice(request["slice"])

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from tinypod.plan.slices import GB, GIB, TERA, Slice
+from tinypod.planning.slices import GB, GIB, TERA, Slice
 
 
 def render(shown: Sequence[Slice]) -> RenderableType:

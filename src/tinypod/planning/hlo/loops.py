@@ -7,7 +7,7 @@ its condition fails: the TPU compiler states nothing.
 import operator
 from dataclasses import dataclass
 
-from tinypod.plan.hlo.text import Computation, Instruction, Module, find, words
+from tinypod.planning.hlo.text import Computation, Instruction, Module, find, words
 
 _MOST_TURNS = 2**16  # that are worked out
 _PASSED_ON = words("copy copy-start copy-done bitcast convert reshape optimization-barrier opt-barrier")

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import tpu
 from tinypod import cli
 from tinypod.errors import UserError
-from tinypod.plan import slices
+from tinypod.planning import slices
 
 ASK_THE_COMPILER = """
 import json, re, sys

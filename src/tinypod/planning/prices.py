@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeFloat, model_validator
 from tinypod import config as configs
 from tinypod.config import Config
 from tinypod.errors import UserError
-from tinypod.plan.slices import GENERATIONS
+from tinypod.planning.slices import GENERATIONS
 
 DEFAULT = Path(__file__).with_name("prices.yaml")
 

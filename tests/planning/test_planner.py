@@ -14,11 +14,11 @@ from tinypod import cli
 from tinypod.config import load
 from tinypod.errors import ConfigError, UserError
 from tinypod.experiment import ExperimentConfig, describe_task
-from tinypod.plan import cache, search, slices
-from tinypod.plan import compiler as tpu_compiler
-from tinypod.plan import planner as plan
-from tinypod.plan.hlo.program import Collective
-from tinypod.plan.prices import read_prices
+from tinypod.planning import cache, search, slices
+from tinypod.planning import compiler as tpu_compiler
+from tinypod.planning import planner as plan
+from tinypod.planning.hlo.program import Collective
+from tinypod.planning.prices import read_prices
 from tinypod.sharding import AXES
 
 SUDOKU = CONFIGS / "trm" / "sudoku_mlp.yaml"

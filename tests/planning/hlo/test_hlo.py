@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tinypod.plan.hlo import program as hlo
+from tinypod.planning.hlo import program as hlo
 from tpu import needs_compiler, run
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from fixtures import CONFIGS, TINY, tiny_config, write_4x4
 from poison import poisoned
-from tinypod import step, tasks, train
+from tinypod import step, tasks, training
 from tinypod.errors import CheckpointError, ConfigError
 from tinypod.experiment import build
 from tinypod.runs import config_history, folder
@@ -185,21 +185,21 @@ def test_the_step_is_traced_once_in_a_whole_run(data: Path, tmp_path: Path, monk
         return traced
 
     monkeypatch.setattr(step, "make_train_step", counting)
-    train.train(tiny_config(data), Run(tmp_path / "run"), quiet())
+    training.train(tiny_config(data), Run(tmp_path / "run"), quiet())
     assert len(traces) == 1
 
 
 def test_a_stop_that_comes_while_evaluating_is_obeyed_after_saving(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = train.Evaluator.__call__
+    original = training.Evaluator.__call__
 
     def interrupted(self, params, progress=None):
         os.kill(os.getpid(), signal.SIGTERM)
         return original(self, params, progress)
 
-    monkeypatch.setattr(train.Evaluator, "__call__", interrupted)
-    outcome = train.train(tiny_config(data, "checkpoint.every_steps=null"), Run(tmp_path / "run"), quiet())
+    monkeypatch.setattr(training.Evaluator, "__call__", interrupted)
+    outcome = training.train(tiny_config(data, "checkpoint.every_steps=null"), Run(tmp_path / "run"), quiet())
     assert (outcome.step, outcome.stopped_by) == (5, signal.SIGTERM)
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["5"]
     assert rows(tmp_path / "run")[-1]["step"] == 5
@@ -208,7 +208,7 @@ def test_a_stop_that_comes_while_evaluating_is_obeyed_after_saving(
 def test_another_model_in_the_same_folder_is_refused_and_nothing_touched(data: Path, straight: Path) -> None:
     before = (straight / "config.yaml").read_bytes()
     with pytest.raises(ConfigError, match=r"another model.*\n  model\.hidden_size: 16 -> 32\n.*--run .*run_2"):
-        train.train(tiny_config(data, "model.hidden_size=32", "steps=12"), Run(straight), quiet())
+        training.train(tiny_config(data, "model.hidden_size=32", "steps=12"), Run(straight), quiet())
     assert (straight / "config.yaml").read_bytes() == before
 
 
@@ -226,8 +226,8 @@ def test_a_damaged_checkpoint_is_stepped_over_on_request(data: Path, straight: P
         if path.is_file() and path.stat().st_size > 5000:
             path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match="--from-step 5"):
-        train.train(tiny_config(data), Run(tmp_path / "run"), quiet())
-    train.train(tiny_config(data), Run(tmp_path / "run"), quiet(), from_step=5)
+        training.train(tiny_config(data), Run(tmp_path / "run"), quiet())
+    training.train(tiny_config(data), Run(tmp_path / "run"), quiet(), from_step=5)
     assert (tmp_path / "run" / "checkpoints_set_aside" / "10").is_dir()
     assert_same_states(state_at(data, tmp_path / "run", 10), state_at(data, straight, 10))
 
@@ -236,9 +236,9 @@ def test_another_dataset_is_refused(data: Path, straight: Path, tmp_path: Path) 
     shutil.copytree(straight, tmp_path / "run")
     other = write_4x4(tmp_path / "data", train=30)
     with pytest.raises(ConfigError, match=r"not the data that this run was trained on \(train differ\)"):
-        train.train(tiny_config(other, "steps=11"), Run(tmp_path / "run"), quiet())
+        training.train(tiny_config(other, "steps=11"), Run(tmp_path / "run"), quiet())
     shutil.copytree(data, tmp_path / "moved")
-    train.train(tiny_config(tmp_path / "moved", "steps=11"), Run(tmp_path / "run"), quiet())
+    training.train(tiny_config(tmp_path / "moved", "steps=11"), Run(tmp_path / "run"), quiet())
 
 
 def files(run_dir: Path) -> dict[str, bytes]:
@@ -252,17 +252,19 @@ def test_a_finished_run_cannot_be_made_to_say_something_else(data: Path, straigh
     before = files(tmp_path / "run")
     refused = r"it is finished, at step 10\n  optimizer\.learning_rate: 0\.001 -> 0\.1\n.*--run .*run_2"
     with pytest.raises(ConfigError, match=refused):
-        train.train(tiny_config(data, "optimizer.learning_rate=0.1"), Run(tmp_path / "run"), quiet())
+        training.train(tiny_config(data, "optimizer.learning_rate=0.1"), Run(tmp_path / "run"), quiet())
     with pytest.raises(ConfigError, match="steps: 10 -> 7"):
-        train.train(tiny_config(data, "steps=7"), Run(tmp_path / "run"), quiet())
-    train.train(tiny_config(data, "log.every_steps=1"), Run(tmp_path / "run"), quiet())  # trains nothing, says nothing
+        training.train(tiny_config(data, "steps=7"), Run(tmp_path / "run"), quiet())
+    training.train(
+        tiny_config(data, "log.every_steps=1"), Run(tmp_path / "run"), quiet()
+    )  # trains nothing, says nothing
     assert files(tmp_path / "run") == before
 
 
 def test_an_unfinished_run_records_from_which_step_a_change_holds(data: Path, straight: Path, tmp_path: Path) -> None:
     shutil.copytree(straight, tmp_path / "run")
     changed = tiny_config(data, "steps=12", "optimizer.learning_rate=5e-4")
-    train.train(changed, Run(tmp_path / "run"), quiet())
+    training.train(changed, Run(tmp_path / "run"), quiet())
     (line,) = changes_of(tmp_path / "run")
     assert (line["step"], sorted(line["changes"])) == (
         10,
@@ -277,7 +279,7 @@ def test_a_start_that_fails_leaves_a_finished_run_as_it_was(data: Path, straight
     shutil.copytree(straight, tmp_path / "run")
     before = files(tmp_path / "run")
     with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
-        train.train(tiny_config(data), Run(tmp_path / "run"), quiet(), from_step=7)
+        training.train(tiny_config(data), Run(tmp_path / "run"), quiet(), from_step=7)
     assert files(tmp_path / "run") == before
 
 
@@ -288,8 +290,8 @@ def test_a_stop_inside_a_streak_of_bad_steps_changes_nothing(
     bad = ("nonfinite.rollback_after=3", "log.every_steps=1", "checkpoint.every_steps=2", "checkpoint.keep_last=9")
     monkeypatch.setitem(tasks.KINDS, "puzzle", poisoned(tasks.KINDS["puzzle"], {5, 6, 7}))
     config = tiny_config(data, *bad, "eval.every_steps=null")
-    train.train(config, Run(tmp_path / "straight"), quiet())
-    beat = train.Health.beat
+    training.train(config, Run(tmp_path / "straight"), quiet())
+    beat = training.Health.beat
 
     def interrupting(self, step=None):
         if step == 6:
@@ -297,10 +299,10 @@ def test_a_stop_inside_a_streak_of_bad_steps_changes_nothing(
         beat(self, step)
 
     with monkeypatch.context() as patched:
-        patched.setattr(train.Health, "beat", interrupting)
-        assert train.train(config, Run(tmp_path / "stopped"), quiet()).step == 6
+        patched.setattr(training.Health, "beat", interrupting)
+        assert training.train(config, Run(tmp_path / "stopped"), quiet()).step == 6
     console = quiet()
-    train.train(config, Run(tmp_path / "stopped"), console)
+    training.train(config, Run(tmp_path / "stopped"), console)
     assert "steps 6 to 8 were not finite: back from step 8 to step 4" in console.file.getvalue().replace("\n", " ")
     assert_same_states(*(state_at(data, tmp_path / name, 10) for name in ("straight", "stopped")))
 
@@ -309,7 +311,7 @@ def test_a_late_score_makes_its_checkpoint_the_best(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last evaluation is cut off by a stop and made on resume, after its checkpoint was saved."""
-    original = train.Evaluator.__call__
+    original = training.Evaluator.__call__
 
     def interrupted(self, params, progress=None):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -317,9 +319,9 @@ def test_a_late_score_makes_its_checkpoint_the_best(
 
     config = tiny_config(data, "eval.every_steps=null")
     with monkeypatch.context() as patched:
-        patched.setattr(train.Evaluator, "__call__", interrupted)
-        train.train(config, Run(tmp_path / "run"), quiet())
-    outcome = train.train(config, Run(tmp_path / "run"), quiet())
+        patched.setattr(training.Evaluator, "__call__", interrupted)
+        training.train(config, Run(tmp_path / "run"), quiet())
+    outcome = training.train(config, Run(tmp_path / "run"), quiet())
     assert outcome.best is not None
     assert outcome.best[0] == 10
     assert load_weights(Run(tmp_path / "run"), [], "best").step == 10
@@ -330,7 +332,7 @@ def test_metrics_that_close_slowly_do_not_fail_a_finished_run(
 ) -> None:
     """Closing is a phase of its own, with its own deadline."""
     phases = []
-    original = train.RunLog.close
+    original = training.RunLog.close
 
     def closing(self, **options):
         phases.append(current())
@@ -340,19 +342,19 @@ def test_metrics_that_close_slowly_do_not_fail_a_finished_run(
         return running[-1].current
 
     running = []
-    enter = train.Health.__enter__
-    monkeypatch.setattr(train.Health, "__enter__", lambda self: running.append(self) or enter(self))
-    monkeypatch.setattr(train.RunLog, "close", closing)
-    train.train(tiny_config(data), Run(tmp_path / "run"), quiet())
+    enter = training.Health.__enter__
+    monkeypatch.setattr(training.Health, "__enter__", lambda self: running.append(self) or enter(self))
+    monkeypatch.setattr(training.RunLog, "close", closing)
+    training.train(tiny_config(data), Run(tmp_path / "run"), quiet())
     assert phases[-1] == "closing"
 
 
 def test_the_loop_fetches_only_when_it_logs(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fetches = []
     original = jax.device_get
-    monkeypatch.setattr(train.jax, "device_get", lambda x: fetches.append(1) or original(x))
+    monkeypatch.setattr(training.jax, "device_get", lambda x: fetches.append(1) or original(x))
     off = ("eval.every_steps=null", "checkpoint.every_steps=null", "log.every_steps=4", "checkpoint.best=null")
-    train.train(tiny_config(data, *off), Run(tmp_path / "run"), quiet())
+    training.train(tiny_config(data, *off), Run(tmp_path / "run"), quiet())
     # Steps 4, 8 and 10 log; the one evaluation fetches its sums.
     assert len(fetches) == 3 + 1
 

@@ -11,9 +11,9 @@ from fake_compiler import install
 from fixtures import CONFIGS
 from tinypod.config import load
 from tinypod.experiment import ExperimentConfig
-from tinypod.plan import slices
-from tinypod.plan.prices import read_prices
-from tinypod.plan.slices import GIB
+from tinypod.planning import slices
+from tinypod.planning.prices import read_prices
+from tinypod.planning.slices import GIB
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import memory_guide

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tinypod.plan.hlo.groups import Axes
-from tinypod.plan.hlo.hazards import find_unwanted
-from tinypod.plan.hlo.loops import Known, trips
-from tinypod.plan.hlo.products import flops, understood
-from tinypod.plan.hlo.text import COLLECTIVES, Computation, Instruction, Module, parse, words
-from tinypod.plan.hlo.traffic import traffic
+from tinypod.planning.hlo.groups import Axes
+from tinypod.planning.hlo.hazards import find_unwanted
+from tinypod.planning.hlo.loops import Known, trips
+from tinypod.planning.hlo.products import flops, understood
+from tinypod.planning.hlo.text import COLLECTIVES, Computation, Instruction, Module, parse, words
+from tinypod.planning.hlo.traffic import traffic
 
 # They name, select or order buffers, or are read where they are used.
 _FREE = words(

@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fixtures import tiny_config, write_4x4
 from tinypod import experiment, step
-from tinypod.plan import analysis
-from tinypod.plan.hlo import program as hlo
+from tinypod.planning import analysis
+from tinypod.planning.hlo import program as hlo
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from tinypod.plan.hlo.text import Computation, Instruction, Module, find, ints, words
+from tinypod.planning.hlo.text import Computation, Instruction, Module, find, ints, words
 
 # No matrix product in them; any other call that is not understood is named in `Program.opaque_calls`.
 _PLAIN_CALLS = words("TopK __gpu$TopK __cub$DeviceRadixSort cu_threefry2x32_ffi PadToStatic SliceToDynamic")

@@ -1,6 +1,6 @@
 """Instructions that a training step should not have. All branches and fusions are looked through, run or not."""
 
-from tinypod.plan.hlo.text import Instruction, Module, words
+from tinypod.planning.hlo.text import Instruction, Module, words
 
 _DYNAMIC = words("set-dimension-size PadToStatic SliceToDynamic")
 _HOST_CALLS = ("callback", "host_compute", "hostexecute")  # parts of names, in lower case

@@ -8,11 +8,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tinypod.plan.hlo.program import Exchange
-from tinypod.plan.planner import Plan
-from tinypod.plan.prices import Prices
-from tinypod.plan.search import Ranking
-from tinypod.plan.slices import GIB
+from tinypod.planning.hlo.program import Exchange
+from tinypod.planning.planner import Plan
+from tinypod.planning.prices import Prices
+from tinypod.planning.search import Ranking
+from tinypod.planning.slices import GIB
 from tinypod.sharding import describe_mesh
 
 WIDTH = 136  # that the tables need; narrower terminals wrap lines, but lose no digit

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from fixtures import CONFIGS, TINY, tiny_config, write_4x4
 from tinypod import cli, experiment
-from tinypod.plan import analysis, tables
-from tinypod.plan import local as local_device
-from tinypod.plan.planner import Probe
+from tinypod.planning import analysis, tables
+from tinypod.planning import local as local_device
+from tinypod.planning.planner import Probe
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from tinypod.plan.hlo.text import find, ints
+from tinypod.planning.hlo.text import find, ints
 
 _PARENTHESES = r"\((?:[^()]|\([^()]*\))*\)"
 _GROUPS = re.compile(

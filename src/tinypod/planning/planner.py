@@ -19,12 +19,12 @@ from rich.text import Text
 from tinypod import config as configs
 from tinypod.errors import ConfigError
 from tinypod.experiment import ExperimentConfig, describe_task
-from tinypod.plan import cache
-from tinypod.plan import compiler as tpu_compiler
-from tinypod.plan.analysis import Analysis, Facts
-from tinypod.plan.hlo.program import Program
-from tinypod.plan.prices import Prices
-from tinypod.plan.slices import Slice
+from tinypod.planning import cache
+from tinypod.planning import compiler as tpu_compiler
+from tinypod.planning.analysis import Analysis, Facts
+from tinypod.planning.hlo.program import Program
+from tinypod.planning.prices import Prices
+from tinypod.planning.slices import Slice
 from tinypod.runs.terminal import say
 from tinypod.sharding import AXES
 from tinypod.tasks.task import Task

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from tinypod.errors import ConfigError, UserError
 from tinypod.experiment import ExperimentConfig
-from tinypod.plan.analysis import Facts
-from tinypod.plan.planner import Plan, Planner, check
-from tinypod.plan.slices import Slice, all_slices
+from tinypod.planning.analysis import Facts
+from tinypod.planning.planner import Plan, Planner, check
+from tinypod.planning.slices import Slice, all_slices
 
 MAX_DEVICES = 256  # of slices that are ranked unasked
 CONFIRMED = 3  # ranked slices that are compiled, from the best on

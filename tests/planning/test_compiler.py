@@ -20,9 +20,9 @@ from tinypod import experiment, step
 from tinypod.config import load
 from tinypod.errors import ConfigError, DeadlineError, UserError
 from tinypod.experiment import ExperimentConfig
-from tinypod.plan import compiler as tpu_compiler
-from tinypod.plan import slices
-from tinypod.plan.analysis import Analysis
+from tinypod.planning import compiler as tpu_compiler
+from tinypod.planning import slices
+from tinypod.planning.analysis import Analysis
 from tinypod.sharding import MeshConfig
 from tpu import needs_compiler
 
@@ -216,7 +216,7 @@ def test_a_compiler_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 PARENT = """
 import sys, time
-from tinypod.plan import compiler
+from tinypod.planning import compiler
 child = compiler.start_child()
 if sys.argv[1] == "later":
     child.stdin.write(" " * 2**20)  # more than a pipe holds: done when the child, all its imports made, reads

@@ -7,7 +7,7 @@ Buffers on the chip (`S(1)`, `S(3)`, … in a TPU layout) are not HBM. Elsewhere
 
 from collections.abc import Sequence
 
-from tinypod.plan.hlo.text import COLLECTIVES, Array, Computation, Instruction, Module, words
+from tinypod.planning.hlo.text import COLLECTIVES, Array, Computation, Instruction, Module, words
 
 # One element of the result needs more, or others, than the same element of the operand.
 _MIXES = words("dot convolution sort scatter gather reduce-window custom-call reverse reduce map tuple")
