@@ -199,7 +199,6 @@ def test_it_trains_with_the_renormalised_loss_alone(source: Path, tmp_path: Path
         "steps": 1,
         "batch_size": 8,
         "mesh": {"devices": 1},
-        "compile_cache": None,
         "ema_decay": None,
         "data": {"kind": "blocks", "path": str(tmp_path / "ours")},
         "model": SHAPE | {"num_layers": 1},

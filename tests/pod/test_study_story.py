@@ -28,7 +28,7 @@ def test_a_study_on_a_slice_that_is_preempted(cloud: Cloud, tmp_path: Path, monk
     spec.write_text(yaml.safe_dump(fields))
     base = str(CONFIGS / "trm" / "sudoku_mlp.yaml")
     study.write_text(yaml.safe_dump({"base": base, "factors": {"model.hidden_size": [16, 32]}, "seeds": 2}))
-    overrides = [*TINY, "steps=600", "checkpoint.every_steps=50", "eval.every_steps=300", "compile_cache=null"]
+    overrides = [*TINY, "steps=600", "checkpoint.every_steps=50", "eval.every_steps=300"]
     overrides += [f"data.path={write_4x4(tmp_path / 'data')}", "health.step_timeout_s=240"]
     command = [sys.executable, "-m", "tinypod", "pod", "run", str(spec), str(study), *overrides, "--run", url]
     environment = {**os.environ, "COLUMNS": "200"}

@@ -93,7 +93,7 @@ def test_what_is_claimed_is_renewed_until_it_is_left(tmp_path: Path, monkeypatch
 
 def write_study_file(folder: Path, data: Path) -> Path:
     tree = configs.read_tree(CONFIGS / "trm" / "sudoku_mlp.yaml")
-    for text in (*TINY, f"data.path={data}", "compile_cache=null", "checkpoint.every_steps=20", "steps=200"):
+    for text in (*TINY, f"data.path={data}", "checkpoint.every_steps=20", "steps=200"):
         tree = configs.merge(tree, configs.parse_override(text))
     (folder / "base.yaml").write_text(yaml.safe_dump(tree))
     path = folder / "shared.yaml"

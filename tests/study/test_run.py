@@ -46,7 +46,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write(folder: Path, data: Path, **tree: Any) -> Path:
     """A study of the tiny model."""
-    overrides = [configs.parse_override(text) for text in (*TINY, f"data.path={data}", "compile_cache=null")]
+    overrides = [configs.parse_override(text) for text in (*TINY, f"data.path={data}")]
     base = configs.read_tree(configs.locate("trm/sudoku_mlp"))
     for override in overrides:
         base = configs.merge(base, override)

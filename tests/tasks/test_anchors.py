@@ -52,7 +52,6 @@ def make_config(folder: Path, *overrides: str, anchored: bool = True) -> Experim
         "steps": 4,
         "batch_size": 8 if anchored else 6,
         "mesh": {"devices": 1},
-        "compile_cache": None,
         "ema_decay": None,
         "data": {"kind": "blocks", "path": str(folder / "cache")},
         "model": MODEL,

@@ -52,7 +52,6 @@ def make_config(path: Path, *overrides: str, **model: Any) -> ExperimentConfig:
         "steps": 4,
         "batch_size": 8,
         "mesh": {"devices": 1},
-        "compile_cache": None,
         "ema_decay": None,
         "data": {"kind": "blocks", "path": str(path)},
         "model": MODEL | model,

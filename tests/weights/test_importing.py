@@ -40,7 +40,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "steps": 1,
         "batch_size": 8,
         "mesh": {"devices": 1},
-        "compile_cache": None,
         "ema_decay": None,
         "data": {"kind": "blocks", "path": str(folder / "blocks")},
         "model": SHAPE,
