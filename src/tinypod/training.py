@@ -24,7 +24,7 @@ from tinypod.cluster.stop import Stop, stop_on_signals
 from tinypod.errors import ConfigError, DeadlineError, DeviceMemoryError, NonFiniteError, RecompileError
 from tinypod.evaluate import Evaluator
 from tinypod.experiment import Experiment, ExperimentConfig, build
-from tinypod.health.goodput import Ledger
+from tinypod.health.ledger import Ledger
 from tinypod.health.memory import is_out_of_memory, step_bytes
 from tinypod.health.nonfinite import BadSteps, Rollbacks
 from tinypod.health.recompiles import CompileGuard

@@ -14,8 +14,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from tinypod.runs.headline import Metric
 from tinypod.runs.metrics import MetricsLog, Record
-from tinypod.tasks.task import Metric
 
 _TRAIN, _EVAL, _INK = "#2a78b5", "#d1495b", "#3a3f45"
 _SMOOTHING_WINDOWS = 40  # one smoothed point sees about a fortieth of the run

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from rich.console import Console
 
 from tinypod.config import Config
+from tinypod.runs.headline import Metric
 from tinypod.sharding import Placement, Rules, path_of
 
 Tree = Any  # a nested dict of arrays
@@ -34,19 +35,6 @@ class Feed(Protocol):
 
     def __call__(self, number: int) -> Tree: ...
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A metric that people read: logged as `train/NAME` and `eval/NAME`."""
-
-    name: str
-    label: str
-    direction: Literal["max", "min"]
-    format: str  # of Python's format(), like ".2%"
-
-    def show(self, value: float) -> str:
-        return format(value, self.format)
 
 
 @dataclass(frozen=True)
