@@ -27,3 +27,34 @@ def runs_status(
         print(json.dumps(status.as_json(found)))
     else:
         console.print(status.render_status(found))
+
+
+@runs_app.command("list")
+def runs_list(
+    folder: Annotated[
+        str | None,
+        typer.Argument(help="Where to look, local or gs://; default: `runs` and `studies` here."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+) -> None:
+    """The runs below a folder, newest first: state, step, the last and the best held-out score, time since it last did
+    something.
+
+    States: `running`; `done`; `early` (ended by a study's rule); `stopped` (resume it with `tinypod train RUN`);
+    `waiting`, `new` and `imported` (not begun); `crashed` (its process is gone), `silent` (on another machine, and no
+    heartbeat), `diverged`, `failed`, `damaged`.
+    """
+    import json
+    import time
+
+    from tinypod.runs import listing
+    from tinypod.runs.terminal import say
+
+    now = time.time()
+    entries = listing.list_runs(folder, now)
+    if as_json:
+        print(json.dumps(listing.as_json(entries, now)))
+    elif entries:
+        console.print(listing.render(entries, now, console.width))
+    else:
+        say(console, f"no runs in {folder or 'runs or studies'}; train one with `tinypod train demo`, or name a folder")

@@ -1,5 +1,6 @@
 """`tinypod solve`."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -44,7 +45,7 @@ def solve(
     from tinypod.solve import display, refine
 
     changes = list(overrides or [])
-    if puzzle is not None and "=" in puzzle and not Path(puzzle).exists():  # `solve RUN model.dtype=float32`
+    if puzzle is not None and "=" in puzzle and not os.path.exists(puzzle):  # `solve RUN model.dtype=float32`
         changes, puzzle = [puzzle, *changes], None
     check_overrides(changes)
     changes += thinking(halt_steps)
