@@ -63,7 +63,7 @@ def runs_list(
 
 @runs_app.command("compare")
 def runs_compare(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Run folders, or their gs:// URLs.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run folders, or their gs:// URLs.")],
     png: Annotated[Path, typer.Option(help="Where to draw the curves of all of them.")] = Path("compare.png"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -80,6 +80,8 @@ def runs_compare(
 
     if png.suffix.lower() != ".png":
         raise UserError(f"--png {png}: expected the name of a .png file")
+    if not png.parent.is_dir():
+        raise UserError(f"--png {png}: there is no folder {png.parent}; make it first")
     found = compare.compare(runs, time.time())
     drawn = found.draw(png)
     if as_json:

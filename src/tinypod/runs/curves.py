@@ -45,15 +45,16 @@ def plot_together(path: Path, runs: Mapping[str, list[Record]], metric: Metric |
     if not any(runs.values()):
         return None
     figure, left, right = _two_plots()
-    losses, lines = [], {}
+    losses = []
     for number, (name, records) in enumerate(runs.items()):
         style: dict[str, Any] = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10 % 3]}
         steps, loss = _column(records, "train/loss")
         losses.append(loss)
-        lines[shorten(name, 50)] = left.plot(steps, smooth(loss), linewidth=1.8, marker=_marker(steps), ms=3.5, **style)
+        style |= {"linewidth": 1.8, "ms": 3.5, "label": shorten(name, 50)}
+        left.plot(steps, smooth(loss), marker=_marker(steps), **style)
         if metric is not None:
             steps, values = _column(records, f"eval/{metric.name}")
-            right.plot(steps, values, linewidth=1.8, marker=_marker(steps), ms=3.5, **style)
+            right.plot(steps, values, marker=_marker(steps), **style)
     left.set_title("Training loss, smoothed", loc="left", fontsize=11, color=_INK)
     _scale_loss(left, np.concatenate(losses))
     right.set_title(f"Held-out {metric.label}" if metric else "Held out", loc="left", fontsize=11, color=_INK)
@@ -63,8 +64,7 @@ def plot_together(path: Path, runs: Mapping[str, list[Record]], metric: Metric |
         if not any(len(line.get_xdata()) for line in axes.lines):  # type: ignore[arg-type]
             _say_nothing_logged(axes)
         _dress(axes, max(record["step"] for records in runs.values() for record in records))
-    legend = [line[0] for line in lines.values()]
-    figure.legend(legend, list(lines), loc="outside lower center", ncols=2, fontsize=9, frameon=False)
+    figure.legend(handles=left.lines, loc="outside lower center", ncols=2, fontsize=9, frameon=False)
     return _save(figure, path)
 
 

@@ -36,6 +36,7 @@ STUDY = "study.json"  # in the folder of one, which has heartbeats of its own an
 _PLACES = ("runs", "studies")  # where `train` and `study run` put them
 _DEPTH = 4  # folders down: studies/NAME/runs/RUN
 _AT_ONCE = 16  # requests to a store
+_NAME_WIDTH = 24  # columns that names have at least, if something else can be left out
 State = Literal[
     "running", "done", "early", "stopped", "waiting", "imported", "new", "silent", "crashed", "diverged", "failed",
     "damaged",
@@ -246,18 +247,12 @@ def render(entries: Sequence[Entry], now: float, width: int) -> RenderableType:
     counts = Counter(entry.state for entry in entries)
     title = f"{len(entries)} run{'s' if len(entries) != 1 else ''}: "
     title += ", ".join(f"{count} {state}" for state, count in counts.most_common())
-    metrics_shown = {entry.metric.label for entry in entries if entry.metric}
-    columns = {"run": [entry.name for entry in entries], "state": [str(entry.state) for entry in entries]}
-    columns["step"] = [_show_step(entry, whole=width >= 72) for entry in entries]
-    if len(metrics_shown) > 1:
-        columns["metric"] = [entry.metric.label if entry.metric else "" for entry in entries]
-    columns[next(iter(metrics_shown)) if len(metrics_shown) == 1 else "last"] = [
-        _show_score(entry, entry.final) for entry in entries
-    ]
-    columns["best"] = [_show_score(entry, entry.best) for entry in entries]
-    columns["age"] = ["" if e.active is None else short_duration(max(0.0, now - e.active)) for e in entries]
-    taken = sum(max(map(len, (name, *cells))) + 2 for name, cells in columns.items() if name != "run")
-    columns["run"] = [shorten(name, max(width - taken, 10)) for name in columns["run"]]
+    for whole in (True, False):
+        columns = _columns(entries, now, whole=whole)
+        taken = sum(max(map(len, (name, *cells))) + 2 for name, cells in columns.items())
+        if width - taken >= min(_NAME_WIDTH, max(len(entry.name) for entry in entries)):
+            break
+    columns = {"run": [shorten(entry.name, max(width - taken, 10)) for entry in entries]} | columns
     table = Table(box=None, header_style="dim", padding=(0, 1), pad_edge=False)
     for name in columns:
         left = name in ("run", "state", "metric")
@@ -269,8 +264,17 @@ def render(entries: Sequence[Entry], now: float, width: int) -> RenderableType:
     return Group(Text(title, "bold"), table, *notes)
 
 
-def _show_step(entry: Entry, *, whole: bool) -> str:
-    return f"{entry.step:,}" + (f"/{entry.steps:,}" if whole and entry.steps is not None else "")
+def _columns(entries: Sequence[Entry], now: float, *, whole: bool) -> dict[str, list[str]]:
+    """Besides the names; `whole`: the steps that a run will have, too."""
+    labels = {entry.metric.label for entry in entries if entry.metric}
+    columns = {"state": [str(entry.state) for entry in entries]}
+    columns["step"] = [f"{e.step:,}" + (f"/{e.steps:,}" if whole and e.steps is not None else "") for e in entries]
+    if len(labels) > 1:
+        columns["metric"] = [entry.metric.label if entry.metric else "" for entry in entries]
+    columns[labels.pop() if len(labels) == 1 else "last"] = [_show_score(entry, entry.final) for entry in entries]
+    columns["best"] = [_show_score(entry, entry.best) for entry in entries]
+    columns["age"] = ["" if e.active is None else short_duration(now - e.active) for e in entries]
+    return columns
 
 
 def _show_score(entry: Entry, value: float | None) -> str:
