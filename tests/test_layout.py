@@ -10,10 +10,10 @@ from fixtures import TESTS
 
 PACKAGE = Path(tinypod.__file__).parent
 CORE = {"config", "experiment", "step", "training", "evaluate", "optim", "sharding", "errors"}
-# Each line may import the ones before it. `runs.storage` and `runs.terminal` know nothing of the rest.
+# Each line may import the ones before it. `runs.storage`, `runs.terminal` and `runs.headline` know nothing of the rest.
 LAYERS = [
     {"errors"},
-    {"config", "runs.storage", "runs.terminal"},
+    {"config", "runs.storage", "runs.terminal", "runs.headline"},
     {"sharding", "optim"},
     {"kernels"},
     {"models", "data"},

@@ -4,7 +4,7 @@
 knows what a puzzle or a text is: `tinypod.tasks` has the kinds of task.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -207,11 +207,15 @@ def build(
     *,
     planned: bool = False,
     console: Console | None = None,
+    dataset: Mapping[str, Any] | None = None,
 ) -> Experiment:
     """Reads what the data say about themselves, not their arrays. `planned`: they need not be there if the config
-    describes them."""
+    describes them; with `dataset`, what a run remembers of them (`Task.dataset`), they are not looked at."""
     kind = KINDS[config.task.kind]
-    opened = kind.open(config, planned, console)
+    if dataset is None or kind.recall is None:
+        opened = kind.open(config, planned, console)
+    else:
+        opened = kind.recall(config, dataset)
     mesh = sharding.make_mesh(config.mesh, devices)
     task = kind.build(config, opened, sharding.ANYWHERE)
     shapes = jax.eval_shape(task.init_params, jax.random.key(0))

@@ -24,7 +24,7 @@ from tinypod.cluster.stop import Stop, stop_on_signals
 from tinypod.errors import ConfigError, DeadlineError, DeviceMemoryError, NonFiniteError, RecompileError
 from tinypod.evaluate import Evaluator
 from tinypod.experiment import Experiment, ExperimentConfig, build
-from tinypod.health.goodput import Ledger
+from tinypod.health.ledger import Ledger
 from tinypod.health.memory import is_out_of_memory, step_bytes
 from tinypod.health.nonfinite import BadSteps, Rollbacks
 from tinypod.health.recompiles import CompileGuard
@@ -33,6 +33,7 @@ from tinypod.health.watch import Health
 from tinypod.runs import compile_cache
 from tinypod.runs.config_history import check_config, write_config
 from tinypod.runs.curves import plot_curves
+from tinypod.runs.description import write_description
 from tinypod.runs.folder import HEALTH, Run, with_absolute_paths
 from tinypod.runs.lease import own
 from tinypod.runs.metrics import MetricsLog, Stopwatch
@@ -155,6 +156,7 @@ def _train(attempt: Attempt, from_step: int | None, profile: tuple[int, int] | N
     with ExitStack() as stack:
         if cluster.is_primary:
             write_config(run, config, step, changed)
+            write_description(run, experiment)
         stack.push(lambda kind, *_: _close(attempt, log, saver, failed=kind is not None))
         log.open(step)
         with health.phase("data"):

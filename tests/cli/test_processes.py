@@ -14,7 +14,7 @@ from tinypod import cli
 from tinypod.cli import processes
 from tinypod.cluster import launch
 from tinypod.errors import UserError
-from tinypod.health.goodput import Ledger
+from tinypod.health.ledger import Ledger
 from tinypod.runs.folder import Run
 from tinypod.runs.saver import SUPERVISED
 

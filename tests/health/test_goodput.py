@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tinypod.health import goodput
-from tinypod.health.goodput import Ledger, read_attempts, summarise
+from tinypod.health.goodput import read_attempts, summarise
+from tinypod.health.ledger import Ledger
 
 
 class Clock:
@@ -28,7 +29,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(goodput, "time", clock := Clock())
+    monkeypatch.setattr("tinypod.health.ledger.time", clock := Clock())
     return clock
 
 
@@ -277,7 +278,7 @@ def test_a_full_disk_is_reported_once_and_ends_nothing(open_ledger, clock, tmp_p
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     with monkeypatch.context() as patched:
-        patched.setattr(goodput, "replace_file", full)
+        patched.setattr("tinypod.health.ledger.replace_file", full)
         for _ in range(3):
             ledger.write(now=True)
     assert caplog.text.count("No space left") == 1

@@ -19,10 +19,10 @@ from pydantic import ValidationError
 from test_heartbeat import beat
 
 from tinypod.experiment import HealthConfig
-from tinypod.health import goodput
 from tinypod.health import watch as module
-from tinypod.health.goodput import Ledger, read_attempts
+from tinypod.health.goodput import read_attempts
 from tinypod.health.heartbeat import read_heartbeats, write_heartbeat
+from tinypod.health.ledger import Ledger
 from tinypod.health.watch import Health, deadline
 
 FAST = HealthConfig(
@@ -254,7 +254,7 @@ def test_a_deadline_before_a_finished_run_resumes_blames_nobody(tmp_path, capfd,
 
 def test_the_ledger_counts_inner_phases_once(tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(goodput, "time", SimpleNamespace(time=lambda: now[0], monotonic=lambda: now[0]))
+    monkeypatch.setattr("tinypod.health.ledger.time", SimpleNamespace(time=lambda: now[0], monotonic=lambda: now[0]))
     ledger = Ledger(tmp_path)
     health = Health(tmp_path / "health", config=FAST, ledger=ledger)
 

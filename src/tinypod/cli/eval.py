@@ -11,7 +11,7 @@ from tinypod.cli.shared import app, console, errors, thinking
 @app.command("eval")
 def evaluate(
     run: shared.RunFolder,
-    overrides: shared.Overrides = None,
+    overrides: shared.UseOverrides = None,
     checkpoint: shared.CheckpointOption = "best",
     weights: shared.WeightsOption = None,
     halt_steps: shared.HaltSteps = None,
@@ -21,16 +21,19 @@ def evaluate(
 ) -> None:
     """Score a run on a whole split: every row exactly once.
 
-    Another dataset: `tinypod eval RUN data.path=FOLDER`. More thinking than in training: `--halt-steps 64`.
+    Only the weights are read, so any devices will do: a mesh that does not fit them gives way to one that does. Another
+    dataset: `tinypod eval RUN data.path=FOLDER`. Another precision: `model.dtype=float32`. More thinking than in
+    training: `--halt-steps 64`.
     """
     import json
 
     from tinypod.evaluate import Evaluator
     from tinypod.runs.folder import open_run
-    from tinypod.runs.load import load_weights
+    from tinypod.runs.load import check_overrides, load_weights
     from tinypod.runs.report import scores_table
     from tinypod.runs.terminal import counting, say
 
+    check_overrides(overrides or [])
     loaded = load_weights(open_run(run), [*(overrides or []), *thinking(halt_steps)], checkpoint, weights)
     experiment, config = loaded.experiment, loaded.experiment.config
     evaluation = experiment.task.open_evaluation(split)

@@ -34,6 +34,13 @@ Overrides = Annotated[
         help="Config keys to change, like `steps=1000` or `model.mixing.kind=attention`.",
     ),
 ]
+UseOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[a.b=value]...",
+        help="Config keys to use it with: `data.*`, `mesh.*`, `model.dtype`, `eval.batch_size`.",
+    ),
+]
 RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its gs:// URL.")]
 WeightsOption = Annotated[
     Literal["ema", "live"] | None, typer.Option("--weights", help="Which weights; default: the config's eval.weights.")

@@ -1,11 +1,21 @@
 """`tinypod solve`."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tinypod.cli.shared import CheckpointOption, HaltSteps, RunFolder, WeightsOption, app, console, thinking
+from tinypod.cli.shared import (
+    CheckpointOption,
+    HaltSteps,
+    RunFolder,
+    UseOverrides,
+    WeightsOption,
+    app,
+    console,
+    thinking,
+)
 
 
 @app.command()
@@ -15,6 +25,7 @@ def solve(
         str | None,
         typer.Argument(help="A puzzle in characters (`.` blank), or a file with one a line; default: a held-out one."),
     ] = None,
+    overrides: UseOverrides = None,
     checkpoint: CheckpointOption = "best",
     weights: WeightsOption = None,
     halt_steps: HaltSteps = None,
@@ -24,12 +35,25 @@ def solve(
     ] = None,
     svg: Annotated[Path | None, typer.Option(help="Also draw the (first) answer into this SVG file.")] = None,
 ) -> None:
-    """Show an answer being refined step by step, and when the model itself would have stopped."""
+    """Show an answer being refined step by step, and when the model itself would have stopped.
+
+    A puzzle that is given needs nothing but the run folder, on any machine. A held-out one needs the dataset.
+    """
+    from tinypod.errors import DataError
     from tinypod.runs.folder import open_run
-    from tinypod.runs.load import load_weights
+    from tinypod.runs.load import check_overrides, load_weights
     from tinypod.solve import display, refine
 
-    loaded = load_weights(open_run(run), thinking(halt_steps), checkpoint, weights)
+    changes = list(overrides or [])
+    if puzzle is not None and "=" in puzzle and not os.path.exists(puzzle):  # `solve RUN model.dtype=float32`
+        changes, puzzle = [puzzle, *changes], None
+    check_overrides(changes)
+    changes += thinking(halt_steps)
+    try:
+        loaded = load_weights(open_run(run), changes, checkpoint, weights, needs_data=puzzle is None)
+    except DataError as error:
+        hint = f"; or give a puzzle, which needs no dataset: `tinypod solve {run} PUZZLE`" if puzzle is None else ""
+        raise DataError(f"{error}{hint}") from None
     refinements = refine.refinements(loaded.experiment, loaded.params, puzzle, number)
     for refinement in refinements:
         console.print(display.render_refinement(refinement, every))

@@ -40,7 +40,7 @@ def weights_export(
     from tinypod.weights.importing import read_origin
 
     opened = open_run(run)
-    loaded = load_weights(opened, [], checkpoint, weights)
+    loaded = load_weights(opened, [], checkpoint, weights, needs_data=False)
     model, origin = loaded.experiment.config.model, read_origin(opened)
     note = write_weights(out, model, loaded.params, dtype, format, base, origin)
     say(console, f"wrote {out}: step {loaded.step:,}, {loaded.weights} weights")

@@ -27,8 +27,8 @@ from typing import Literal, Self
 from tinypod.errors import DeadlineError
 from tinypod.experiment import HealthConfig
 from tinypod.health import heartbeat
-from tinypod.health.goodput import Ledger
 from tinypod.health.heartbeat import Heartbeat, read_heartbeats, write_heartbeat
+from tinypod.health.ledger import Ledger
 from tinypod.runs.folder import HEALTH
 from tinypod.runs.storage import first_line
 

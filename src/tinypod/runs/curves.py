@@ -1,10 +1,10 @@
-"""A picture of a run's curves, from its `metrics.jsonl`.
+"""Pictures of the curves of a run, or of several together, from `metrics.jsonl`.
 
 The figure is built on the object API with the Agg canvas: no pyplot, so no global state and no display.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from tinypod.runs.headline import Metric
 from tinypod.runs.metrics import MetricsLog, Record
-from tinypod.tasks.task import Metric
+from tinypod.runs.terminal import shorten
 
 _TRAIN, _EVAL, _INK = "#2a78b5", "#d1495b", "#3a3f45"
 _SMOOTHING_WINDOWS = 40  # one smoothed point sees about a fortieth of the run
@@ -30,16 +31,52 @@ def plot_curves(run_dir: Path, headline: Sequence[Metric]) -> Path | None:
     records = MetricsLog(run_dir).read()
     if not records:
         return None
-    figure = Figure(figsize=(12, 4.9), dpi=130, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
+    figure, left, right = _two_plots()
     _draw_loss(left, records)
     _draw_headline(right, records, headline)
     for axes in (left, right):
         _dress(axes, max(record["step"] for record in records))
     figure.suptitle(run_dir.resolve().name, fontsize=13, fontweight="bold", color=_INK)
-    path = run_dir / "curves.png"
-    temporary = path.with_name(".curves.tmp.png")  # a viewer never sees half a picture
+    return _save(figure, run_dir / "curves.png")
+
+
+def plot_together(path: Path, runs: Mapping[str, list[Record]], metric: Metric | None) -> Path | None:
+    """Training loss and a held-out metric of runs by name, over steps. None: all logs are empty."""
+    if not any(runs.values()):
+        return None
+    figure, left, right = _two_plots()
+    losses = []
+    for number, (name, records) in enumerate(runs.items()):
+        style: dict[str, Any] = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10 % 3]}
+        steps, loss = _column(records, "train/loss")
+        losses.append(loss)
+        style |= {"linewidth": 1.8, "ms": 3.5, "label": shorten(name, 50)}
+        left.plot(steps, smooth(loss), marker=_marker(steps), **style)
+        if metric is not None:
+            steps, values = _column(records, f"eval/{metric.name}")
+            right.plot(steps, values, marker=_marker(steps), **style)
+    left.set_title("Training loss, smoothed", loc="left", fontsize=11, color=_INK)
+    _scale_loss(left, np.concatenate(losses))
+    right.set_title(f"Held-out {metric.label}" if metric else "Held out", loc="left", fontsize=11, color=_INK)
+    if metric is not None and metric.format.endswith("%"):
+        _scale_share(right)
+    for axes in (left, right):
+        if not any(len(line.get_xdata()) for line in axes.lines):  # type: ignore[arg-type]
+            _say_nothing_logged(axes)
+        _dress(axes, max(record["step"] for records in runs.values() for record in records))
+    figure.legend(handles=left.lines, loc="outside lower center", ncols=2, fontsize=9, frameon=False)
+    return _save(figure, path)
+
+
+def _two_plots() -> tuple[Figure, Axes, Axes]:
+    figure = Figure(figsize=(12, 4.9), dpi=130, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    return figure, left, right
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    temporary = path.with_name(f".{path.stem}.tmp.png")  # a viewer never sees half a picture
     figure.savefig(temporary)
     temporary.replace(path)
     return path
@@ -71,15 +108,25 @@ def _draw_loss(axes: Axes, records: list[Record]) -> None:
     axes.plot(steps, loss, color=_TRAIN, alpha=0.28, linewidth=0.9, label="as logged")
     axes.plot(steps, smoothed, color=_TRAIN, linewidth=2.0, label="smoothed", marker=_marker(steps), ms=3.5)
     axes.annotate(f"{smoothed[-1]:.3g}", (steps[-1], smoothed[-1]), (5, 0), **_VALUE, color=_TRAIN)
+    _scale_loss(axes, loss)
+    if broken := sum("train/loss" in record for record in records) - len(loss):
+        axes.plot([], [], " ", label=f"{broken} not finite, not drawn")
+    axes.legend(**_LEGEND)
+
+
+def _scale_loss(axes: Axes, loss: np.ndarray) -> None:
+    """Logarithmic where it spans more than a decade."""
     axes.set_ylabel("loss", color=_INK)
-    if loss.min() > 0 and loss.max() > 10 * loss.min():
+    if len(loss) and loss.min() > 0 and loss.max() > 10 * loss.min():
         axes.set_yscale("log", subs=[2, 5])
         axes.set_ylabel("loss, log scale", color=_INK)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    if broken := sum("train/loss" in record for record in records) - len(loss):
-        axes.plot([], [], " ", label=f"{broken} not finite, not drawn")
-    axes.legend(**_LEGEND)
+
+
+def _scale_share(axes: Axes) -> None:
+    axes.set_ylim(-0.02, 1.02)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f} %"))
 
 
 def _draw_headline(axes: Axes, records: list[Record], headline: Sequence[Metric]) -> None:
@@ -88,8 +135,7 @@ def _draw_headline(axes: Axes, records: list[Record], headline: Sequence[Metric]
     shown = [metric for metric in headline if metric.format[-1] == first.format[-1]][:2]
     axes.set_title(" and ".join(metric.label for metric in shown).capitalize(), loc="left", fontsize=11, color=_INK)
     if first.format.endswith("%"):
-        axes.set_ylim(-0.02, 1.02)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f} %"))
+        _scale_share(axes)
     for split, color in (("eval", _EVAL), ("train", _TRAIN)):
         for metric, style, width in zip(shown, ("-", "--"), (2.0, 1.2), strict=False):
             steps, values = _column(records, f"{split}/{metric.name}")

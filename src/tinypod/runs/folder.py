@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinypod import config as configs
 from tinypod.config import Config
 from tinypod.errors import UserError
-from tinypod.experiment import ExperimentConfig
 from tinypod.runs import storage
 from tinypod.runs.set_aside import SET_ASIDE
+
+if TYPE_CHECKING:  # whoever only looks at run folders does not wait for JAX
+    from tinypod.experiment import ExperimentConfig
 
 CONFIG, CHECKPOINTS, HEALTH, LOCK = "config.yaml", "checkpoints", "health", ".lock"
 IMPORTED = "imported.json"  # in a run that did not begin with weights of its own
@@ -134,12 +136,13 @@ class Run:
 
     def is_locked(self) -> bool:
         """By a process on this host that trains it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / LOCK, "a+") as file:  # NFS gives a shared lock to readers only
-            try:
+        try:
+            with open(self.folder / LOCK) as file:  # to read: NFS gives a shared lock to readers only
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
+        except BlockingIOError:
+            return True
+        except (FileNotFoundError, NotADirectoryError):
+            return False
         return False
 
     def _small_files(self, without: tuple[str, ...]) -> list[str]:
@@ -173,8 +176,10 @@ def open_run(target: str | Path) -> Run:
     return Run(folder, url)
 
 
-def read_config(run: Run) -> ExperimentConfig:
+def read_config(run: Run) -> "ExperimentConfig":
     """The config of a run, as it was resolved."""
+    from tinypod.experiment import ExperimentConfig
+
     if not (run.folder / CONFIG).is_file():
         raise UserError(f"{run} is not a run folder: it has no {CONFIG}")
     return configs.load(run.folder / CONFIG, [], ExperimentConfig)
@@ -207,7 +212,7 @@ def lock(run: Run) -> Iterator[None]:
         yield
 
 
-def with_absolute_paths(config: ExperimentConfig) -> ExperimentConfig:
+def with_absolute_paths(config: "ExperimentConfig") -> "ExperimentConfig":
     """A run can be used from any folder."""
     return config.model_copy(update={"data": _absolute(config.data), "task": _absolute(config.task)})
 

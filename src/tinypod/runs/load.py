@@ -1,6 +1,7 @@
 """The weights of a run, for commands that use a trained model. The rest of the state is not read: the training batch
 and its dtype play no role, and any mesh will do."""
 
+import re
 from typing import Any, NamedTuple
 
 from tinypod import config as configs
@@ -8,6 +9,7 @@ from tinypod import sharding
 from tinypod.errors import CheckpointError, ConfigError, UserError
 from tinypod.experiment import Experiment, ExperimentConfig, build
 from tinypod.runs.checkpoints import Checkpoints
+from tinypod.runs.description import read_description
 from tinypod.runs.failures import VanishedError
 from tinypod.runs.folder import CONFIG, Run, read_config
 from tinypod.runs.run_log import read_scores
@@ -16,6 +18,8 @@ from tinypod.step import evaluation_params
 from tinypod.tasks.task import is_trained, select
 
 TRIES = 5  # a run that trains may remove a checkpoint while it is read
+# Config keys that a trained model may be used with: where and how it computes, what on, how long it thinks.
+USABLE = r"(mesh|data)(\..*)?|eval\.(batch_size|weights)|model\.(dtype|unroll|[HL]_cycles)|task\.halting\.max_steps"
 
 
 class Loaded(NamedTuple):
@@ -25,14 +29,18 @@ class Loaded(NamedTuple):
     weights: str  # ema or live
 
 
-def load_weights(run: Run, overrides: list[str], checkpoint: str, weights: str | None = None) -> Loaded:
+def load_weights(
+    run: Run, overrides: list[str], checkpoint: str, weights: str | None = None, *, needs_data: bool = True
+) -> Loaded:
     """Of the checkpoint `best`, `latest` or a step. `best` is by the score of the same kind of weights; where there is
-    none, it is the latest."""
+    none, it is the latest. Without `needs_data`, what the run remembers of its data is enough."""
     run.pull()
     config = read_config(run)
     if overrides:
         config = configs.load(run.folder / CONFIG, overrides, ExperimentConfig)
-    experiment = build(_on_these_devices(config))
+    if not any(text.startswith("mesh") for text in overrides):
+        config = _on_these_devices(config)
+    experiment = build(config, dataset=None if needs_data else read_description(run).dataset)
     weights = weights or config.eval.weights
     scores = read_scores(run.folder, experiment) if weights == config.eval.weights else {}
     checkpoints = open_checkpoints(run, experiment, scores, read_only=True)
@@ -45,6 +53,18 @@ def load_weights(run: Run, overrides: list[str], checkpoint: str, weights: str |
                 raise
             checkpoints.reload()
     raise AssertionError
+
+
+def check_overrides(overrides: list[str]) -> None:
+    """Of commands that use a trained model as it is."""
+    for text in overrides:
+        key = text.partition("=")[0]
+        if "=" in text and re.fullmatch(USABLE, key) is None:
+            raise ConfigError(
+                f"{key}: a trained model is used as it is, and this key belongs to its training. Keys that can be set "
+                "here: data.*, mesh.*, model.dtype, model.unroll, model.H_cycles, model.L_cycles, "
+                "task.halting.max_steps, eval.batch_size, eval.weights"
+            )
 
 
 def _read(checkpoints: Checkpoints, experiment: Experiment, step: int, weights: str) -> Any:

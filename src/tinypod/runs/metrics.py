@@ -18,12 +18,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinypod.errors import StorageError, UserError
-from tinypod.experiment import LogConfig
 from tinypod.runs.mirrors import Mirror, Record, TensorBoardMirror, WandbMirror
 from tinypod.runs.storage import replace_file
+
+if TYPE_CHECKING:
+    from tinypod.experiment import LogConfig
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +139,7 @@ class Metrics:
                 logger.warning(_MIRROR_FAILED, name, "did not close", error)
 
 
-def open_metrics(run_dir: Path, settings: LogConfig, config: dict[str, Any], resume_step: int) -> Metrics:
+def open_metrics(run_dir: Path, settings: "LogConfig", config: dict[str, Any], resume_step: int) -> Metrics:
     """Rewinds the log to the step restored (0: the run starts over and no record stays) and opens the mirrors.
 
     A mirror that cannot start stops a new run with an error; a run that resumes does without it.

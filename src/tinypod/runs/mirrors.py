@@ -10,11 +10,13 @@ import json
 import shutil
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinypod.errors import UserError
-from tinypod.experiment import WandbConfig
 from tinypod.runs.storage import replace_file
+
+if TYPE_CHECKING:
+    from tinypod.experiment import WandbConfig
 
 Record = dict[str, float]  # "step" is an int, "time" and every metric a float
 
@@ -53,7 +55,7 @@ class TensorBoardMirror:
 class WandbMirror:
     """One W&B run through every resume. `wandb.json` has its id and which records of the log W&B may have."""
 
-    def __init__(self, run_dir: Path, settings: WandbConfig, config: dict[str, Any], records: list[Record]) -> None:
+    def __init__(self, run_dir: Path, settings: "WandbConfig", config: dict[str, Any], records: list[Record]) -> None:
         try:
             import wandb
         except ImportError as error:

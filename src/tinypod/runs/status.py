@@ -20,7 +20,7 @@ from tinypod.health import goodput, goodput_view, heartbeat
 from tinypod.health.heartbeat import Heartbeat
 from tinypod.runs import storage
 from tinypod.runs.folder import HEALTH
-from tinypod.runs.terminal import duration
+from tinypod.runs.terminal import duration, short_duration
 
 _SLOW = 1.2  # times the median of all processes
 _STEPS_BETWEEN = 2  # loops run ahead of their devices by a step or two
@@ -168,9 +168,9 @@ def _table(status: RunStatus) -> Table:
             _STYLES.get(process.verdict, "red" if not process.heartbeat.ended else "yellow"),
         )
         verdict = Text("done" if beat.ended == "done" else process.verdict.partition(": ")[0], style=style)
-        doing = (beat.phase, _short(status.time - beat.phase_since)) if beat.ended is None else ("", "")
+        doing = (beat.phase, short_duration(status.time - beat.phase_since)) if beat.ended is None else ("", "")
         times = "/".join(f"{beat.step_ms[name]:.4g}" for name in ("p50", "p90", "max") if name in beat.step_ms)
-        lag, seen = f"{process.lag:,}" if process.lag else "", _short(beat.age(status.time))
+        lag, seen = f"{process.lag:,}" if process.lag else "", short_duration(beat.age(status.time))
         cells = [beat.host, str(beat.pid), f"{beat.step:,}", lag, *doing, times, seen]
         table.add_row(str(beat.process), *(cells if beat.unreadable is None else [""] * 8), verdict)
     for number in status.missing:
@@ -187,15 +187,6 @@ def _notes(status: RunStatus) -> list[Text]:
         elif beat.ended not in (None, "done"):
             notes.append(f"process {beat.process} {process.verdict}")
     return [Text(note, style="yellow") for note in notes]
-
-
-def _short(seconds: float) -> str:
-    """Two or three digits and a unit: `7 s`, `12 min`, `3.5 h`, `2.1 d`."""
-    for size, unit, digits in ((60.0, "s", 0), (60.0, "min", 0), (24.0, "h", 1)):
-        if seconds < size:
-            return f"{max(0.0, seconds):.{digits}f} {unit}"
-        seconds /= size
-    return f"{seconds:.1f} d"
 
 
 def _configured_steps(run_folder: Path) -> int | None:

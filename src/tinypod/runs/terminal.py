@@ -96,6 +96,23 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours < 24 else f"{hours // 24} d {hours % 24:02d} h"
 
 
+def short_duration(seconds: float) -> str:
+    """Two or three digits and a unit: `7 s`, `12 min`, `3.5 h`, `2.1 d`."""
+    for size, unit, digits in ((60.0, "s", 0), (60.0, "min", 0), (24.0, "h", 1)):
+        if seconds < size:
+            return f"{max(0.0, seconds):.{digits}f} {unit}"
+        seconds /= size
+    return f"{seconds:.1f} d"
+
+
+def shorten(text: str, width: int) -> str:
+    """Without its middle, where it is longer: names of runs differ at their ends."""
+    if len(text) <= width:
+        return text
+    end = width // 2
+    return f"{text[: width - end - 1]}…{text[-end:]}"
+
+
 def size(size_bytes: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if size_bytes < 1024:

@@ -13,7 +13,7 @@ from tinypod.errors import DataError, UserError
 from tinypod.experiment import Experiment
 from tinypod.models import trm
 from tinypod.solve.display import Refinement
-from tinypod.tasks.puzzle import PuzzleTaskConfig, open_data
+from tinypod.tasks.puzzle import PuzzleTaskConfig, described, open_data
 from tinypod.tasks.puzzle_scores import run_steps, stop_logit
 
 HELD_OUT = 200  # held-out puzzles among which the one that took longest to solve is shown
@@ -25,14 +25,14 @@ def refinements(experiment: Experiment, params: trm.Params, puzzle: str | None, 
     config = experiment.config
     if not isinstance(config.task, PuzzleTaskConfig):
         raise UserError(f"solve shows puzzles; this run's task is of kind {config.task.kind!r}")
-    folder, info = open_data(config, False, None)
+    info = described(experiment.task.dataset)
     if info.kind != "sudoku" or info.box is None:
         raise UserError(f"solve draws Sudokus; this run's puzzles are of kind {info.kind!r}")
     box = (info.box[0], info.box[1])
     if puzzle is not None:
         questions = np.stack(read_puzzles(puzzle, box))
     else:
-        split = puzzles.read_split(folder, info, config.data.eval_split)
+        split = puzzles.read_split(*open_data(config, False, None), config.data.eval_split)
         if number is not None and number >= len(split):
             raise UserError(f"--number {number}: there are {len(split)} held-out puzzles, numbered from 0")
         questions = sudoku.to_digits(split.inputs[:HELD_OUT] if number is None else split.inputs[number : number + 1])

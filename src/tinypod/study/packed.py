@@ -22,6 +22,7 @@ from tinypod.health.memory import is_out_of_memory, step_bytes
 from tinypod.health.watch import Health
 from tinypod.runs.config_history import write_config
 from tinypod.runs.curves import plot_curves
+from tinypod.runs.description import write_description
 from tinypod.runs.folder import Run, with_absolute_paths
 from tinypod.runs.metrics import Stopwatch
 from tinypod.runs.run_log import RunLog, read_scores
@@ -117,6 +118,7 @@ class _Pack:
             feed = stack.enter_context(closing(self.task.open_feed(program.mesh)))
         for member in self.members:
             write_config(member.run, member.experiment.config, step, [])
+            write_description(member.run, member.experiment)
             member.log.open(step)
             stack.callback(member.log.close)
             member.outcome = member.before._replace(state="running", reason=None, packed=len(self.members))

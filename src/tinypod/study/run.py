@@ -16,7 +16,7 @@ from tinypod.cluster.agreement import Cluster
 from tinypod.cluster.stop import stop_on_signals
 from tinypod.errors import DeadlineError, DeviceMemoryError, StorageError, UserError
 from tinypod.experiment import ExperimentConfig
-from tinypod.health.goodput import Ledger
+from tinypod.health.ledger import Ledger
 from tinypod.health.watch import Health
 from tinypod.runs import compile_cache
 from tinypod.runs.folder import HEALTH, Run

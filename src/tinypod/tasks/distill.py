@@ -6,6 +6,7 @@ last token is predicted, its first is not.
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -90,6 +91,10 @@ def open_data(config: Any, planned: bool, console: Console | None) -> Opened:
         hint = "; or say what they will be, to plan without them: 'data.expected={length: 1024, topk: 128}'"
         raise DataError(f"{error}{hint if planned else ''}") from None
     return Opened(folder, found, open_anchors(config.task.anchor, found, planned))
+
+
+def recall_data(config: Any, dataset: Any) -> Opened:
+    return Opened(Path(config.data.path), blocks.Manifest.model_validate_json(json.dumps(dataset)))
 
 
 def frozen(model: qwen3.Qwen3Config) -> tuple[str, ...]:
@@ -221,6 +226,7 @@ def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> 
         train_rows=manifest.count(data.train_split) if data.train_split in manifest.splits else 0,
         held_out_rows=manifest.count(data.eval_split) if data.eval_split in manifest.splits else None,
         flops=flops,
+        dataset=manifest.model_dump(mode="json"),
     )
 
 
@@ -353,4 +359,5 @@ KIND = TaskKind(
     ),
     varied=(r"task\.(kd_weight|top1_weight|label_weight|train\..*|anchor\.weight)",),
     resident=False,
+    recall=recall_data,
 )

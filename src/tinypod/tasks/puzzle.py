@@ -5,6 +5,7 @@ A carry is a dict: `z`, `steps` [B], `halted` [B], and the row's `example` (`inp
 [B]). Labels of IGNORED_LABEL are not scored.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -104,6 +105,15 @@ def open_data(config: Any, planned: bool, console: Console | None) -> Opened:
         raise DataError(f"{error}{hint if planned else ''}") from None
 
 
+def recall_data(config: Any, dataset: Any) -> Opened:
+    return Opened(Path(config.data.path), described(dataset))
+
+
+def described(dataset: Any) -> puzzles.DatasetInfo:
+    """What `Task.dataset` says."""
+    return puzzles.DatasetInfo.model_validate_json(json.dumps(dataset))
+
+
 def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> Task:
     model: trm.TrmConfig = config.model
     info, batch_size = opened.info, config.batch_size
@@ -164,6 +174,7 @@ def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> 
         flops=flops,
         at_step=make_at_step(len(config.task.curriculum)),
         notes=describe_curriculum(config.task.curriculum, model),
+        dataset=info.model_dump(mode="json"),
     )
 
 
@@ -222,6 +233,7 @@ KIND = TaskKind(
     changeable=(r"task\.(halting\.exploration|q_loss_weight|curriculum)(\..*)?", r"data\.expected.*"),
     varied=(r"task\.(halting\.exploration|q_loss_weight)",),
     resident=True,
+    recall=recall_data,
 )
 
 

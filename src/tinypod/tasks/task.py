@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from rich.console import Console
 
 from tinypod.config import Config
+from tinypod.runs.headline import Metric
 from tinypod.sharding import Placement, Rules, path_of
 
 Tree = Any  # a nested dict of arrays
@@ -34,19 +35,6 @@ class Feed(Protocol):
 
     def __call__(self, number: int) -> Tree: ...
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A metric that people read: logged as `train/NAME` and `eval/NAME`."""
-
-    name: str
-    label: str
-    direction: Literal["max", "min"]
-    format: str  # of Python's format(), like ".2%"
-
-    def show(self, value: float) -> str:
-        return format(value, self.format)
 
 
 @dataclass(frozen=True)
@@ -108,6 +96,7 @@ class Task:
 
     at_step: Callable[[dict[str, Array], Array], dict[str, Array]] = lambda varied, step: varied
     notes: tuple[str, ...] = ()  # what the start of a run and its plans say besides
+    dataset: Mapping[str, Any] | None = None  # what the data say about themselves, as JSON: for `TaskKind.recall`
 
 
 class TaskKind(NamedTuple):
@@ -115,7 +104,8 @@ class TaskKind(NamedTuple):
     `path`; the model's have a `dtype`, and `remat` where activations can be computed again in the backward pass.
 
     `open(config, planned, console)` reads what the data say about themselves; with `planned`, the data need not be
-    there if the config describes them. `build(config, opened, placement)` does no work.
+    there if the config describes them. `build(config, opened, placement)` does no work. `recall(config, dataset)` is
+    `open` from what a run remembers of its data (`Task.dataset`): enough for a trained model, without the data.
     """
 
     task: type[Config]
@@ -126,6 +116,7 @@ class TaskKind(NamedTuple):
     changeable: tuple[str, ...]  # patterns of config keys that later steps of a run may be trained with
     varied: tuple[str, ...]  # of those that are in `Task.varied`: one program serves runs that differ in them
     resident: bool  # the feed is the same for every run of a dataset: runs can be packed
+    recall: Callable[[Any, Any], Any] | None = None  # None: a run always needs its data
 
 
 def root_key(seed: Array | int, purpose: Literal["weights", "batches", "views"]) -> Array:

@@ -12,6 +12,7 @@ from tinypod.experiment import Experiment, ExperimentConfig, build
 from tinypod.models.qwen3 import Qwen3Config
 from tinypod.runs import storage
 from tinypod.runs.config_history import write_config
+from tinypod.runs.description import write_description
 from tinypod.runs.folder import CONFIG, IMPORTED, Run, lock, with_absolute_paths
 from tinypod.runs.saver import about, open_checkpoints
 from tinypod.runs.storage import replace_file
@@ -54,6 +55,7 @@ def create_run(run: Run, config: ExperimentConfig, source: str, options: Options
     state = state._replace(params=params, ema=ema, carry=experiment.task.init_carry(params))
     with lock(run):
         write_config(run, config, 0, [])
+        write_description(run, experiment)
         origin = {"from": str(Path(source).absolute())}
         replace_file(run.folder / IMPORTED, json.dumps(origin).encode(), durable=True)
         run.push()

@@ -39,7 +39,7 @@ def load(
         )
     changes = [f"model.{override}" for override in overrides]
     changes += [] if mesh is None else [f"mesh={mesh.model_dump_json()}"]
-    loaded = load_weights(open_run(source), changes, checkpoint)
+    loaded = load_weights(open_run(source), changes, checkpoint, needs_data=False)
     experiment = loaded.experiment
     if not isinstance(experiment.config.model, qwen3.Qwen3Config):
         raise UserError(f"{source} is a run of {experiment.config.model.kind!r}, not of a language model")
