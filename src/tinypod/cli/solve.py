@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tinypod.cli.shared import CheckpointOption, HaltSteps, RunFolder, WeightsOption, app, console, thinking
+from tinypod.cli.shared import CheckpointOption, HaltSteps, RunFolder, WeightsOption, app, console
 
 
 @app.command()
@@ -25,12 +25,14 @@ def solve(
     svg: Annotated[Path | None, typer.Option(help="Also draw the (first) answer into this SVG file.")] = None,
 ) -> None:
     """Show an answer being refined step by step, and when the model itself would have stopped."""
-    from tinypod.runs.folder import open_run
-    from tinypod.runs.load import load_weights
-    from tinypod.solve import display, refine
+    from tinypod import api
+    from tinypod.solve import display
 
-    loaded = load_weights(open_run(run), thinking(halt_steps), checkpoint, weights)
-    refinements = refine.refinements(loaded.experiment, loaded.params, puzzle, number)
+    model = api.Model(run, (), checkpoint, weights, console)
+    if puzzle is None:
+        refinements = [model.solve(number=number, halt_steps=halt_steps)]
+    else:
+        refinements = model.solve_all(puzzle, halt_steps=halt_steps)
     for refinement in refinements:
         console.print(display.render_refinement(refinement, every))
     if len(refinements) > 1:
