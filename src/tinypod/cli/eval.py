@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from tinypod.cli import shared
-from tinypod.cli.shared import app, console, errors, thinking
+from tinypod.cli.shared import app, console, errors
 
 
 @app.command("eval")
@@ -27,23 +27,16 @@ def evaluate(
     """
     import json
 
-    from tinypod.evaluate import Evaluator
-    from tinypod.runs.folder import open_run
-    from tinypod.runs.load import check_overrides, load_weights
+    from tinypod import api
     from tinypod.runs.report import scores_table
-    from tinypod.runs.terminal import counting, say
+    from tinypod.runs.terminal import say
 
-    check_overrides(overrides or [])
-    loaded = load_weights(open_run(run), [*(overrides or []), *thinking(halt_steps)], checkpoint, weights)
-    experiment, config = loaded.experiment, loaded.experiment.config
-    evaluation = experiment.task.open_evaluation(split)
-    evaluator = Evaluator(evaluation, experiment.mesh, experiment.specs, config.eval.batch_size, limit)
-    with counting(errors if as_json else console, "evaluating", evaluator.rows) as progress:
-        scores = evaluator(loaded.params, progress)
+    model = api.Model(run, overrides or [], checkpoint, weights, errors if as_json else console)
+    scores, loaded = model.evaluate(split, limit=limit, halt_steps=halt_steps), model.loaded(halt_steps)
     if as_json:
         print(json.dumps({"step": loaded.step, "weights": loaded.weights, **scores}))
         return
     more = f", {halt_steps} steps each" if halt_steps else ""
     title = f"{run}, step {loaded.step:,}, {loaded.weights} weights{more}"
-    console.print(scores_table(title, experiment.task, scores))
-    say(console, experiment.task.description)
+    console.print(scores_table(title, loaded.experiment.task, scores))
+    say(console, loaded.experiment.task.description)

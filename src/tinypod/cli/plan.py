@@ -83,15 +83,15 @@ def parse_hours(text: str) -> float:
     return float(found[1]) * {"m": 1 / 60, "h": 1.0, "d": 24.0}[found[2]]
 
 
-def _show(answers: Any, prices: Any, as_json: bool) -> None:
+def _show(plans: Any, prices: Any, as_json: bool) -> None:
     from tinypod.planning import tables
 
     if as_json:
-        return _print_json(prices, plans=[tables.as_json(*answer) for answer in answers])
-    _print(tables.tables(answers, prices))
-    for plan, proposal in answers:
+        return _print_json(prices, plans=[tables.as_json(plan) for plan in plans])
+    _print(tables.tables(plans, prices))
+    for plan in plans:
         if not plan.fits:
-            say(console, tables.too_large(plan, proposal), "yellow")
+            say(console, tables.too_large(plan), "yellow")
 
 
 def _show_ranking(ranking: Any, prices: Any, as_json: bool) -> None:

@@ -1,6 +1,5 @@
 """What the commands share: the app and its groups, the two consoles, options that several commands take."""
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -65,21 +64,7 @@ HaltSteps = Annotated[
 CheckpointOption = Annotated[str, typer.Option("--checkpoint", help="Which one: `best`, `latest` or a step.")]
 
 
-def thinking(halt_steps: int | None) -> list[str]:
-    return [] if halt_steps is None else [f"task.halting.max_steps={halt_steps}"]
-
-
 def load_config(config: str, overrides: list[str] | None) -> Any:
-    """The config of a file, or of a run."""
-    from tinypod import config as configs
-    from tinypod.experiment import ExperimentConfig
     from tinypod.runs import folder as runs
-    from tinypod.runs import storage
 
-    path = Path(config)
-    if storage.is_remote(config):
-        stored = runs.open_run(config)
-        stored.pull()
-        path = stored.folder
-    of_a_run = path / runs.CONFIG
-    return configs.load(of_a_run if of_a_run.is_file() else path, overrides or [], ExperimentConfig)
+    return runs.load_config(config, overrides or [])

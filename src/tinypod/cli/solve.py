@@ -6,16 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tinypod.cli.shared import (
-    CheckpointOption,
-    HaltSteps,
-    RunFolder,
-    UseOverrides,
-    WeightsOption,
-    app,
-    console,
-    thinking,
-)
+from tinypod.cli.shared import CheckpointOption, HaltSteps, RunFolder, UseOverrides, WeightsOption, app, console
 
 
 @app.command()
@@ -39,22 +30,17 @@ def solve(
 
     A puzzle that is given needs nothing but the run folder, on any machine. A held-out one needs the dataset.
     """
-    from tinypod.errors import DataError
-    from tinypod.runs.folder import open_run
-    from tinypod.runs.load import check_overrides, load_weights
-    from tinypod.solve import display, refine
+    from tinypod import api
+    from tinypod.solve import display
 
     changes = list(overrides or [])
     if puzzle is not None and "=" in puzzle and not os.path.exists(puzzle):  # `solve RUN model.dtype=float32`
         changes, puzzle = [puzzle, *changes], None
-    check_overrides(changes)
-    changes += thinking(halt_steps)
-    try:
-        loaded = load_weights(open_run(run), changes, checkpoint, weights, needs_data=puzzle is None)
-    except DataError as error:
-        hint = f"; or give a puzzle, which needs no dataset: `tinypod solve {run} PUZZLE`" if puzzle is None else ""
-        raise DataError(f"{error}{hint}") from None
-    refinements = refine.refinements(loaded.experiment, loaded.params, puzzle, number)
+    model = api.Model(run, changes, checkpoint, weights, console)
+    if puzzle is None:
+        refinements = [model.solve(number=number, halt_steps=halt_steps)]
+    else:
+        refinements = model.solve_all(puzzle, halt_steps=halt_steps)
     for refinement in refinements:
         console.print(display.render_refinement(refinement, every))
     if len(refinements) > 1:

@@ -1,6 +1,5 @@
 """`tinypod train`."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -50,13 +49,14 @@ def train(
     from tinypod import training
     from tinypod.cli import processes as own
     from tinypod.runs import profiling
+    from tinypod.runs.folder import run_to_train
     from tinypod.study.file import split_lists
 
     lists, rest = split_lists(overrides or [])
     if lists:
         _train_study(config, lists, rest, run)
         return
-    loaded, target = load_config(config, overrides), _target(config, run)
+    loaded, target = load_config(config, overrides), run_to_train(config, run)
     steps = profiling.parse_range(profile) if profile is not None else None
     if processes is not None or supervise:
         joining = [("--coordinator", coordinator), ("--num-processes", num_processes), ("--process-id", process_id)]
@@ -80,7 +80,9 @@ def train(
     try:
         outcome = training.train(loaded, target, console, cluster=cluster, from_step=from_step, profile=steps)
     except DeviceMemoryError as error:
-        raise (_with_advice(error, loaded) if cluster.count == 1 else error) from None
+        from tinypod.planning import local
+
+        raise (local.with_advice(error, loaded, errors) if cluster.count == 1 else error) from None
     if cluster.is_primary:
         _print_outcome(target, outcome)
     cluster.shutdown(loaded.health.save_timeout_s)
@@ -93,28 +95,6 @@ def _train_study(config: str, lists: dict[str, list[Any]], overrides: list[str],
     from tinypod.study.file import study_of
 
     run_and_show(study_of(config, lists, overrides), folder, None)
-
-
-def _target(config: str, run: str | None) -> "Run":
-    """The run to train: the one named, the one that the config is of, or one named like the config."""
-    from tinypod.runs import folder as runs
-    from tinypod.runs import storage
-
-    path = Path(config)
-    if run is not None or storage.is_remote(config):
-        return runs.open_run(run or config)
-    of_a_run = path.name == runs.CONFIG and (path.parent / runs.CHECKPOINTS).is_dir()
-    return runs.open_run(path if path.is_dir() else path.parent if of_a_run else Path("runs") / path.stem)
-
-
-def _with_advice(error: UserError, config: Any) -> UserError:
-    """What would fit, by the planner's own search."""
-    from tinypod.planning import local
-
-    errors.print("out of memory; looking for a variant that fits", highlight=False)
-    found = local.suggest(config, errors)
-    advice = f"this fits: {found}" if found else "no accumulation, rematerialisation or FSDP that was tried fits"
-    return type(error)(f"{error}\n{advice}")
 
 
 def _print_outcome(run: "Run", outcome: Any) -> None:

@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -104,6 +105,9 @@ def stop_on_signals(cluster: Cluster, say: Callable[[str], None] = lambda text: 
     processes, the notice of a real TPU is not.
     """
     stop = Stop(cluster, say=say)
+    if threading.current_thread() is not threading.main_thread():  # Python lets no other thread handle signals
+        yield stop
+        return
     handlers = {signal.SIGINT: stop.note, signal.SIGTERM: stop.note}
     if cluster.count > 1:
         handlers = {signal.SIGINT: stop.tell_all}

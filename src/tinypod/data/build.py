@@ -45,7 +45,7 @@ def build_sudoku(
     _warn_if_slow(box, console)
     if generate:
         train, test = _generate(box, train_size, test_size or 1000, clues, seed, console)
-        origin = f"generated: box {box[0]}x{box[1]}, clues {clues or 'minimal'}, seed {seed}"
+        origin = generated(box, clues, seed)
     else:
         files = (train_csv, test_csv) if train_csv and test_csv else sudoku_csv.download()
         train, test = (
@@ -58,6 +58,11 @@ def build_sudoku(
     info = puzzles.describe_sudoku(list(box), sources=sorted({*train.sources, *test.sources}), origin=origin)
     splits = {name: _to_split(part, info.sources, seed) for name, part in (("train", train), ("test", test))}
     return puzzles.write_dataset(out, info, splits)
+
+
+def generated(box: Box, clues: int | None, seed: int) -> str:
+    """The origin of a dataset that was made up."""
+    return f"generated: box {box[0]}x{box[1]}, clues {clues or 'minimal'}, seed {seed}"
 
 
 def describe(out: Path, info: puzzles.DatasetInfo, console: Console) -> None:

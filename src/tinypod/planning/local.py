@@ -19,12 +19,13 @@ from rich.status import Status
 from rich.text import Text
 
 from tinypod import sharding
-from tinypod.errors import DataError
+from tinypod.errors import DataError, DeviceMemoryError
 from tinypod.experiment import Experiment, ExperimentConfig, build
 from tinypod.health.memory import device_bytes
 from tinypod.planning.analysis import Analysis, analyse
 from tinypod.planning.planner import Plan, Probe, changed, make_plan, predict, with_overrides
 from tinypod.planning.search import find_fit
+from tinypod.runs.terminal import say
 
 MEASURED_STEPS = 10
 _PROBE_S = 0.3  # of each probe, at least
@@ -33,12 +34,12 @@ _LESS = 0.9  # of what a step needed that ran out of memory, although by the num
 logger = logging.getLogger(__name__)
 
 
-def plan_local(
-    config: ExperimentConfig, console: Console, *, measure: bool, search: bool = True
-) -> tuple[Plan, Plan | None]:
-    """The plan; where it does not fit, also what is proposed instead."""
+def plan_local(config: ExperimentConfig, console: Console, *, measure: bool, search: bool = True) -> Plan:
+    """Where it does not fit, with what is proposed instead."""
     plan = plan_here(config, console, measure=measure)
-    return plan, find_fit_here(config, plan, console, measure=measure) if search and not plan.fits else None
+    if plan.fits or not search:
+        return plan
+    return plan.model_copy(update={"proposal": find_fit_here(config, plan, console, measure=measure)})
 
 
 def plan_here(
@@ -125,6 +126,14 @@ def suggest(config: ExperimentConfig, console: Console | None = None) -> str | N
         logger.warning("looking for a variant that fits failed: %s", str(error).partition("\n")[0])
         return None
     return " ".join(found.overrides) if found else None
+
+
+def with_advice(error: DeviceMemoryError, config: ExperimentConfig, console: Console) -> DeviceMemoryError:
+    """The error of a run that ran out of memory here, with what would fit by the planner's own search."""
+    say(console, "out of memory; looking for a variant that fits")
+    found = suggest(config, console)
+    advice = f"this fits: {found}" if found else "no accumulation, rematerialisation or FSDP that was tried fits"
+    return type(error)(f"{error}\n{advice}")
 
 
 def probe_device(dtype: str) -> Probe:

@@ -25,7 +25,7 @@ from tinypod.planning.analysis import Analysis, Facts
 from tinypod.planning.hlo.program import Program
 from tinypod.planning.prices import Prices
 from tinypod.planning.slices import Slice
-from tinypod.runs.terminal import say
+from tinypod.runs.terminal import duration, say, size
 from tinypod.sharding import AXES
 from tinypod.tasks.task import Task
 
@@ -77,6 +77,23 @@ class Plan(Facts):
     probe: Probe | None = None
     measured_s: float | None = None
     measured_peak_bytes: int | None = None
+    proposal: "Plan | None" = None  # a variant that fits, where this does not and one was found
+
+    def __str__(self) -> str:
+        """One line, not its kernels."""
+        there = "" if self.usable_bytes is None else f" of {size(self.usable_bytes)}"
+        memory = f"{size(self.analysis.memory.needed)}{there} a device"
+        if not self.fits:
+            instead = "" if self.proposal is None else f"; {' '.join(self.proposal.overrides)} fits"
+            return f"{self.slice}: does not fit, needs {memory}{instead}"
+        times = "" if self.step_s is None or self.hours is None else f", {duration(self.step_s)} a step"
+        times += f", {duration(3600 * self.hours)} for {self.steps:,} steps" if self.hours is not None else ""
+        costs = ((self.dollars, "on demand"), (self.dollars_spot, "spot"))
+        return f"{self.slice}: fits, needs {memory}{times}" + "".join(
+            f", ${price:,.2f} {how}" for price, how in costs if price is not None
+        )
+
+    __repr__ = __str__
 
     @property
     def step_s(self) -> float | None:

@@ -111,12 +111,12 @@ def _next_parts(tried: Sequence[tuple[int, Plan]]) -> int | None:
     return None if fixed >= room else max(parts + 1, math.ceil(parts * (memory.needed - fixed) / (room - fixed)))
 
 
-def plan_slice(planner: Planner, target: Slice, *, search: bool = True) -> tuple[Plan, Plan | None]:
-    """The plan; where it does not fit, also what is proposed instead."""
+def plan_slice(planner: Planner, target: Slice, *, search: bool = True) -> Plan:
+    """Where it does not fit, with what is proposed instead."""
     plan = planner.plan(target)
     if plan.fits or not search:
-        return plan, None
-    return plan, find_fit(planner.config, plan, partial(planner.plan, target))
+        return plan
+    return plan.model_copy(update={"proposal": find_fit(planner.config, plan, partial(planner.plan, target))})
 
 
 class Ranked(Facts):
@@ -181,7 +181,8 @@ def rank(planner: Planner, targets: Sequence[Slice] | None, budget: Budget) -> R
         if following is None:
             break
         try:
-            plan = next((plan for plan in plan_slice(planner, following) if plan is not None and plan.fits), None)
+            asked = plan_slice(planner, following)
+            plan = asked if asked.fits else asked.proposal
         except ConfigError as error:
             if targets is not None:
                 raise

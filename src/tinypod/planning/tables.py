@@ -22,12 +22,10 @@ METHOD = (
 )
 ROOFLINE = "Step times: kernel after kernel, each at the one of the two probed speeds that limits it."
 
-Proposed = tuple[Plan, Plan | None]  # a plan, and what is proposed where it does not fit
 
-
-def tables(answers: Sequence[Proposed], prices: Prices | None) -> RenderableType:
+def tables(asked: Sequence[Plan], prices: Prices | None) -> RenderableType:
     """Without `prices`: plans for the devices at hand."""
-    plans = [plan for answer in answers for plan in answer if plan is not None]
+    plans = [plan for one in asked for plan in (one, one.proposal) if plan is not None]
     notes = [ROOFLINE] if prices is None else [METHOD, f"Prices: {prices.describe()}."]
     notes += [f"{_name(plan)}: {note}" for plan in plans for note in (*_sources(plan), *plan.notes)]
     return Group(_summary(plans, prices is not None), _memory(plans), _work(plans), Text("\n".join(notes), style="dim"))
@@ -121,9 +119,9 @@ def _exchange(one: Exchange) -> str:
     return f"{one.runs:,} {one.op} over {'·'.join(one.axes)}: {one.payload_bytes / 2**20:,.1f} MiB"
 
 
-def too_large(plan: Plan, proposal: Plan | None) -> str:
+def too_large(plan: Plan) -> str:
     """For a plan that does not fit: by how much, and what would."""
-    needed, there = plan.analysis.memory.needed, plan.usable_bytes
+    needed, there, proposal = plan.analysis.memory.needed, plan.usable_bytes, plan.proposal
     what = f"{plan.slice}: needs at least {needed / GIB:.2f} GiB a device"  # the compiler did not say more
     if there is not None and needed > there:
         over = f"{(needed - there) / GIB:.2f} too much"
@@ -164,9 +162,10 @@ def dollars(value: float | None) -> str:
     return "not known" if value is None else f"${value:,.0f}" if value >= 100 else f"${value:,.2f}"
 
 
-def as_json(plan: Plan, proposal: Plan | None) -> dict[str, Any]:
+def as_json(plan: Plan) -> dict[str, Any]:
     """Of kernels and collectives the totals: the lists are for predictions, not for readers."""
-    tree = plan.model_dump(mode="json", exclude={"analysis": {"work": {"kernels", "collectives"}}})
+    lists = {"work": {"kernels", "collectives"}}
+    tree = plan.model_dump(mode="json", exclude={"analysis": lists, "proposal": True})
     work = plan.analysis.work
     if work is not None:
         totals = {"flops": work.flops, "hbm_bytes": work.hbm_bytes, "kernel_runs": work.kernel_runs}
@@ -174,6 +173,6 @@ def as_json(plan: Plan, proposal: Plan | None) -> dict[str, Any]:
     derived = {
         "examples_per_s": None if plan.step_s is None else plan.batch_size / plan.step_s,
         "predicted_by_measured": plan.ratio,
-        "proposal": None if proposal is None else as_json(proposal, None),
+        "proposal": None if plan.proposal is None else as_json(plan.proposal),
     }
     return tree | derived

@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -183,6 +183,26 @@ def read_config(run: Run) -> "ExperimentConfig":
     if not (run.folder / CONFIG).is_file():
         raise UserError(f"{run} is not a run folder: it has no {CONFIG}")
     return configs.load(run.folder / CONFIG, [], ExperimentConfig)
+
+
+def load_config(config: str | Path, overrides: Sequence[str]) -> ExperimentConfig:
+    """The config of a file, of a recipe, or of a run (its folder or its URL)."""
+    path = Path(config)
+    if storage.is_remote(config):
+        stored = open_run(config)
+        stored.pull()
+        path = stored.folder
+    of_a_run = path / CONFIG
+    return configs.load(of_a_run if of_a_run.is_file() else path, overrides, ExperimentConfig)
+
+
+def run_to_train(config: str | Path, run: str | Path | None) -> Run:
+    """The one named, the one that the config is of, or one named like the config."""
+    path = Path(config)
+    if run is not None or storage.is_remote(config):
+        return open_run(run or config)
+    of_a_run = path.name == CONFIG and (path.parent / CHECKPOINTS).is_dir()
+    return open_run(path if path.is_dir() else path.parent if of_a_run else Path("runs") / path.stem)
 
 
 @contextmanager

@@ -42,6 +42,32 @@ class Refinement:
         return ~np.any(self.broken | (self.grids == 0), axis=-1)
 
     @property
+    def answer(self) -> str:
+        """The last grid in characters, row by row, `.` where no digit was predicted."""
+        return self.answers[-1]
+
+    @property
+    def answers(self) -> list[str]:
+        """The same after each step."""
+        return ["".join(sudoku.SYMBOLS[digit] for digit in grid) for grid in self.grids]
+
+    @property
+    def steps(self) -> int:
+        return len(self.grids)
+
+    @property
+    def confidence(self) -> float:
+        """The model's own estimate, after the last step, that it has finished: 0 to 1."""
+        return float(self.halt_probabilities[-1])
+
+    def __repr__(self) -> str:
+        return f"Refinement({self.answer!r}: {verdict(self)})"
+
+    def _repr_svg_(self) -> str:
+        """What a notebook shows."""
+        return draw_svg(self)
+
+    @property
     def solved_at(self) -> int | None:
         return _first_step(self.solved_steps)
 
@@ -171,10 +197,15 @@ def _legend() -> Text:
 
 
 def save_svg(refinement: Refinement, path: Path, every: int = 1, width: int = 101) -> None:
-    """Write what a terminal of that width shows as a picture; the same refinement gives the same bytes."""
+    path.write_text(draw_svg(refinement, every, width), encoding="utf-8")
+
+
+def draw_svg(refinement: Refinement, every: int = 1, width: int = 101) -> str:
+    """What a terminal of that width shows as a picture; the same refinement gives the same characters."""
     # The environment (NO_COLOR, COLUMNS, ...) must not reach the picture.
     console = Console(record=True, width=width, file=io.StringIO(), color_system="truecolor", _environ={})
     console.print(render_refinement(refinement, every))
-    svg = console.export_svg(title="tinypod solve", unique_id="tinypod-solve")
+    # The id, a hash of what is drawn, keeps the styles of two pictures on one page apart.
+    svg = console.export_svg(title="tinypod solve")
     # rich links web fonts; a picture in a README should fetch nothing, and any monospace font will do.
-    path.write_text(re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL), encoding="utf-8")
+    return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)

@@ -1,5 +1,6 @@
 """Puzzles of a user or of the held-out split, refined step by step by a trained model."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -19,9 +20,18 @@ from tinypod.tasks.puzzle_scores import run_steps, stop_logit
 HELD_OUT = 200  # held-out puzzles among which the one that took longest to solve is shown
 REFINED_AT_ONCE = 256  # puzzles
 
+Program = Callable[[trm.Params, Array], tuple[Array, Array]]
 
-def refinements(experiment: Experiment, params: trm.Params, puzzle: str | None, number: int | None) -> list[Refinement]:
-    """`puzzle` is characters, or a file with one a line; None takes a held-out one: of that number, or a slow one."""
+
+def refinements(
+    experiment: Experiment,
+    params: trm.Params,
+    puzzle: str | Sequence[str] | None,
+    number: int | None,
+    program: Program | None = None,
+) -> list[Refinement]:
+    """`puzzle` is characters, a file with one a line, or a list of them; None takes a held-out one: of that number, or
+    a slow one. `program`: the experiment's, where the caller has it compiled."""
     config = experiment.config
     if not isinstance(config.task, PuzzleTaskConfig):
         raise UserError(f"solve shows puzzles; this run's task is of kind {config.task.kind!r}")
@@ -36,7 +46,7 @@ def refinements(experiment: Experiment, params: trm.Params, puzzle: str | None, 
         if number is not None and number >= len(split):
             raise UserError(f"--number {number}: there are {len(split)} held-out puzzles, numbered from 0")
         questions = sudoku.to_digits(split.inputs[:HELD_OUT] if number is None else split.inputs[number : number + 1])
-    answers, halting = refine(experiment, params, sudoku.to_tokens(questions), config.task.halting.max_steps)
+    answers, halting = refine(program or make_program(experiment), params, sudoku.to_tokens(questions))
     grids = sudoku.to_digits(answers)
     refined = [Refinement(question, grids[:, i], halting[:, i], box) for i, question in enumerate(questions)]
     if puzzle is None and number is None:
@@ -44,39 +54,53 @@ def refinements(experiment: Experiment, params: trm.Params, puzzle: str | None, 
     return refined
 
 
-def refine(
-    experiment: Experiment, params: trm.Params, inputs_BS: np.ndarray, steps: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The answer (tokens [steps, B, S]) and the halting probability ([steps, B]) after each step."""
+def make_program(experiment: Experiment) -> Program:
+    """`(params, inputs [B, S]) -> answers, halting probabilities` as in `refine`, compiled once for each B."""
     gather, config = sharding.make_gather(experiment.mesh, experiment.specs), experiment.config
 
     @jax.jit
     def run(params: trm.Params, inputs: Array) -> tuple[Array, Array]:
         identifiers = jnp.zeros(inputs.shape[0], jnp.int32)
-        answers, q = run_steps(config.model, params, inputs, identifiers, steps, gather)
+        answers, q = run_steps(config.model, params, inputs, identifiers, config.task.halting.max_steps, gather)
         return answers, jax.nn.sigmoid(stop_logit(q, continues=config.task.continue_loss))
 
+    return run
+
+
+def refine(program: Program, params: trm.Params, inputs_BS: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The answer (tokens [steps, B, S]) and the halting probability ([steps, B]) after each step."""
     parts = [inputs_BS[i : i + REFINED_AT_ONCE] for i in range(0, len(inputs_BS), REFINED_AT_ONCE)]
-    done = [jax.device_get(run(params, jnp.asarray(part, jnp.int32))) for part in parts]
+    done = [jax.device_get(program(params, jnp.asarray(part, jnp.int32))) for part in parts]
     answers, halting = (np.concatenate(column, axis=1) for column in zip(*done, strict=True))
     return answers, halting
 
 
-def read_puzzles(text: str, box: sudoku.Box) -> list[np.ndarray]:
-    """From the file of that name, one a line; or the text itself."""
-    try:
-        lines = Path(text).read_text().splitlines()
-        named = {f"{text}:{number}": line for number, line in enumerate(lines, 1) if line.strip()}
-    except UnicodeDecodeError:
-        raise DataError(f"{text}: not a text file") from None
-    except OSError:  # no such file; or a puzzle is a longer name than the file system allows
-        named = {f"{text}: not a file, and not a puzzle": text}
-    if not named:
-        raise DataError(f"{text}: no puzzles in this file")
+def read_puzzles(given: str | Sequence[str], box: sudoku.Box) -> list[np.ndarray]:
+    """From the file of that name, one a line; the text itself; or a list of such texts."""
     parsed = []
-    for where, line in named.items():
+    for where, line in _lines(given) if isinstance(given, str) else _listed(given):
         try:
             parsed.append(sudoku.parse_puzzle(line, box))
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
     return parsed
+
+
+def _lines(text: str) -> list[tuple[str, str]]:
+    """(where, puzzle) for each."""
+    try:
+        lines = Path(text).read_text().splitlines()
+    except UnicodeDecodeError:
+        raise DataError(f"{text}: not a text file") from None
+    except OSError:  # no such file; or a puzzle is a longer name than the file system allows
+        return [(f"{text}: not a file, and not a puzzle", text)]
+    named = [(f"{text}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not named:
+        raise DataError(f"{text}: no puzzles in this file")
+    return named
+
+
+def _listed(texts: Sequence[str]) -> list[tuple[str, str]]:
+    if not texts:
+        raise DataError("no puzzles to solve: the list is empty")
+    return [(f"puzzle {number}, {text!r}", text) for number, text in enumerate(texts)]

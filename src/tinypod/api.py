@@ -1,0 +1,286 @@
+"""The commands as functions, for Python and notebooks: `tinypod.train`, `load`, `plan` and `make_sudoku`.
+
+    import tinypod
+
+    tinypod.make_sudoku("data/demo", box=(2, 3), clues=20, train_size=1000, test_size=500)
+    model = tinypod.train("demo", steps=300)
+    model.evaluate()["exact_accuracy"]
+    model.solve("1..45..5....")
+
+Each takes a config as its command does (a recipe's name, a file, a run) and keys to change: by keyword (`steps=300`),
+or in a dict where a name has dots (`{"optimizer.learning_rate": 1e-3}`). Whatever cannot work is a `tinypod.UserError`.
+docs/python.md describes all of it.
+"""
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from tinypod import training
+from tinypod.data import build, puzzles
+from tinypod.errors import ConfigError, DataError, DeviceMemoryError, UserError
+from tinypod.evaluate import Evaluator
+from tinypod.experiment import ExperimentConfig
+from tinypod.planning import local
+from tinypod.planning.planner import Plan, Planner
+from tinypod.planning.prices import read_prices
+from tinypod.planning.search import plan_slice
+from tinypod.planning.slices import find_slice
+from tinypod.runs import metrics
+from tinypod.runs.folder import load_config, open_run, read_config, run_to_train
+from tinypod.runs.load import Loaded, check_overrides, load_weights
+from tinypod.runs.terminal import counting, say
+from tinypod.solve import refine
+from tinypod.solve.display import Refinement
+
+LOCAL = "local"  # in place of a slice: the device at hand
+Overrides = Mapping[str, Any] | Sequence[str]  # {"a.b": value}, or as on the command line: ["a.b=value"]
+
+
+def make_sudoku(
+    folder: str | Path,
+    *,
+    box: tuple[int, int] = (3, 3),
+    clues: int | None = None,
+    train_size: int = 1000,
+    test_size: int = 1000,
+    seed: int = 0,
+) -> Path:
+    """Make up Sudokus with exactly one solution each, as `tinypod data sudoku --generate` does; the dataset's folder.
+
+    `box` is its rows and columns: (3, 3) is the usual 9×9, (2, 3) a 6×6, (2, 2) a 4×4. `clues`: at least this many;
+    default: as few as can be. Where the folder holds these very puzzles already, nothing is done.
+    """
+    out, console = Path(folder), _console()
+    if (out / "dataset.json").exists():
+        info = puzzles.read_info(out)
+        rows = {name: split.rows for name, split in info.splits.items()}
+        if info.origin == build.generated(box, clues, seed) and rows == {"train": train_size, "test": test_size}:
+            say(console, f"{out}: the puzzles are there already")
+            return out
+    info = build.build_sudoku(
+        out,
+        train_csv=None,
+        test_csv=None,
+        generate=True,
+        train_size=train_size,
+        test_size=test_size,
+        box=box,
+        clues=clues,
+        seed=seed,
+        console=console,
+    )
+    build.describe(out, info, console)
+    return out
+
+
+def train(
+    config: str | Path,
+    overrides: Overrides = (),
+    *,
+    run: str | Path | None = None,
+    from_step: int | None = None,
+    **keys: Any,
+) -> "Model":
+    """Train, or resume where the run folder left off, as `tinypod train` does; the trained model.
+
+    `run` is the run folder, local or gs://; default: `runs/` and the config's name. `from_step`: resume from this
+    checkpoint; newer ones are set aside. `keys` are the config's: `steps=300`, `eval={"limit": 100}`.
+
+    Interrupting it (Ctrl-C, a notebook's stop button) saves a checkpoint and raises KeyboardInterrupt: call it again to
+    resume. Interrupting it twice ends the whole process at once, without a checkpoint.
+    """
+    loaded, target, console = load_config(config, _texts(overrides, keys)), run_to_train(config, run), _console()
+    on_term = signal.getsignal(signal.SIGTERM)
+    try:
+        outcome = training.train(loaded, target, console, from_step=from_step)
+    except DeviceMemoryError as error:
+        raise local.with_advice(error, loaded, console) from None
+    finally:
+        # A command that was stopped is about to end, and keeps its handler; this process lives on.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_term)
+    if outcome.stopped_by == signal.SIGINT:
+        raise KeyboardInterrupt(
+            f"{target}: stopped at step {outcome.step:,}, with a checkpoint; call it again to resume"
+        )
+    if outcome.stopped_by is not None:
+        raise SystemExit(128 + outcome.stopped_by)
+    if not outcome.trained:
+        say(console, f"{target}: nothing left to do at step {outcome.step:,}; to train further, raise steps=")
+    return load(str(target))
+
+
+def load(
+    run: str | Path,
+    overrides: Overrides = (),
+    *,
+    checkpoint: str | int = "best",
+    weights: Literal["ema", "live"] | None = None,
+) -> "Model":
+    """The model of a run: its folder, or its gs:// URL.
+
+    `checkpoint` is "best", "latest" or a step. `weights`: "ema" (averaged) or "live"; default: the config's
+    eval.weights. `overrides` change the config it is used with, such as {"data.path": "data/other"}.
+    """
+    return Model(run, _texts(overrides, {}), str(checkpoint), weights, _console())
+
+
+def plan(
+    config: str | Path,
+    overrides: Overrides = (),
+    *,
+    slice: str = LOCAL,
+    measure: bool = False,
+    search: bool = True,
+    prices: str | Path | None = None,
+    fresh: bool = False,
+    **keys: Any,
+) -> Plan:
+    """Will it fit, how fast will it be, what will it cost? As `tinypod plan` says, for one slice.
+
+    `slice` is a TPU slice, like "v4-64" (needs the extra `plan`), or "local": the device at hand. `measure`: run ten
+    steps there and compare. `search`: where it does not fit, look for what would (`Plan.proposal`). `prices`: your own
+    table of prices. `fresh`: compile again what is in the cache. `keys` are the config's, as for `train`.
+    """
+    loaded, console, name = load_config(config, _texts(overrides, keys)), _console(), slice.strip().lower()
+    if name == LOCAL:
+        return local.plan_local(loaded, console, measure=measure, search=search)
+    if measure:
+        raise UserError(f'measure=True runs steps, so it needs slice="{LOCAL}", not {slice!r}')
+    target = find_slice(name)
+    priced = read_prices(None if prices is None else Path(prices))
+    return plan_slice(Planner(loaded, priced, console, fresh=fresh), target, search=search)
+
+
+class Model:
+    """A run and the weights of one of its checkpoints, which are read when they are first needed.
+
+    `tinypod.load` and `tinypod.train` make it.
+    """
+
+    def __init__(
+        self,
+        run: str | Path,
+        overrides: Sequence[str],
+        checkpoint: str,
+        weights: Literal["ema", "live"] | None,
+        console: Console,
+    ) -> None:
+        check_overrides(list(overrides))
+        self.run = open_run(run)
+        self.run.pull()
+        self._asked = (list(overrides), checkpoint, weights)
+        self._console = console
+        self._loaded: dict[tuple[int | None, bool], Loaded] = {}
+        self._programs: dict[int | None, refine.Program] = {}
+        self._stored = read_config(self.run)  # what is no run folder is an error now
+
+    def __repr__(self) -> str:
+        return f"Model({str(self.run)!r}, checkpoint={self._asked[1]!r})"
+
+    @property
+    def config(self) -> ExperimentConfig:
+        """What it was trained with, with the overrides given to `load`."""
+        overrides = self._asked[0]
+        return load_config(str(self.run), overrides) if overrides else self._stored
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """The rows of metrics.jsonl as they are now, for `pandas.DataFrame(model.metrics)`.
+
+        Each has `step`, `time` (Unix seconds) and either `train/...` and `perf/...` or `eval/...`.
+        """
+        self.run.fetch(metrics.FILE)
+        return metrics.MetricsLog(self.run.folder).read()
+
+    @property
+    def step(self) -> int:
+        """The checkpoint's."""
+        return self.loaded().step
+
+    @property
+    def weights(self) -> str:
+        """`ema` or `live`."""
+        return self.loaded().weights
+
+    def loaded(self, halt_steps: int | None = None, *, needs_data: bool = True) -> Loaded:
+        """The experiment and its weights (`params`), for programs that go further. Without `needs_data`, what the run
+        remembers of its dataset will do."""
+        if (halt_steps, needs_data) not in self._loaded:
+            overrides, checkpoint, weights = self._asked
+            changes = [*overrides, *([] if halt_steps is None else [f"task.halting.max_steps={halt_steps}"])]
+            found = load_weights(self.run, changes, checkpoint, weights, needs_data=needs_data)
+            self._loaded[halt_steps, needs_data] = self._loaded[halt_steps, False] = found
+        return self._loaded[halt_steps, needs_data]
+
+    def evaluate(
+        self, split: str | None = None, *, limit: int | None = None, halt_steps: int | None = None
+    ) -> dict[str, float]:
+        """Scores on a split, every row exactly once, as `tinypod eval` prints them: {"exact_accuracy": 0.99, ...}.
+
+        `split`: default the config's data.eval_split. `limit`: only the first rows. `halt_steps`: steps to think;
+        default: as trained.
+        """
+        if limit is not None and limit < 1:
+            raise UserError(f"limit={limit}: expected at least 1 row, or None for all of them")
+        experiment, params, *_ = self.loaded(halt_steps)
+        evaluation, rows = experiment.task.open_evaluation(split), experiment.config.eval.batch_size
+        evaluator = Evaluator(evaluation, experiment.mesh, experiment.specs, rows, limit)
+        with counting(self._console, "evaluating", evaluator.rows) as progress:
+            return evaluator(params, progress)
+
+    def solve(
+        self, puzzle: str | None = None, *, number: int | None = None, halt_steps: int | None = None
+    ) -> Refinement:
+        """The answer to a puzzle in characters (`.` blank), refined step by step; a notebook shows it as a picture.
+
+        Without a puzzle: the held-out one of that number, or one that takes long. `halt_steps`: steps to think;
+        default: as trained.
+        """
+        return self._refine(None if puzzle is None else [puzzle], number, halt_steps)[0]
+
+    def solve_all(self, puzzles: str | Path | Sequence[str], *, halt_steps: int | None = None) -> list[Refinement]:
+        """The answers to many puzzles, computed together: a list of them, or a file with one a line."""
+        return self._refine(str(puzzles) if isinstance(puzzles, Path) else puzzles, None, halt_steps)
+
+    def _refine(
+        self, puzzle: str | Sequence[str] | None, number: int | None, halt_steps: int | None
+    ) -> list[Refinement]:
+        try:
+            experiment, params, *_ = self.loaded(halt_steps, needs_data=puzzle is None)
+        except DataError as error:
+            if puzzle is not None:
+                raise
+            raise DataError(f"{error}; or give a puzzle, which needs no dataset") from None
+        if halt_steps not in self._programs:
+            self._programs[halt_steps] = refine.make_program(experiment)
+        return refine.refinements(experiment, params, puzzle, number, self._programs[halt_steps])
+
+
+def _console() -> Console:
+    """Lines of plain text in a notebook: rich's own display there warns where ipywidgets is missing."""
+    return Console(force_jupyter=False)
+
+
+def _texts(overrides: Overrides, keys: Mapping[str, Any]) -> list[str]:
+    """As on the command line; `keys` win."""
+    if not isinstance(overrides, Mapping):
+        return [*overrides, *_texts(keys, {})]
+    return [f"{key}={_text(key, value)}" for key, value in {**overrides, **keys}.items()]
+
+
+def _text(key: str, value: Any) -> str:
+    def plain(value: Any) -> Any:
+        return value.item() if hasattr(value, "item") else os.fspath(value)  # numbers of NumPy, and paths
+
+    try:
+        return json.dumps(value, default=plain)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{key}: {value!r} is not a number, a text, a list or a dict of these") from None
