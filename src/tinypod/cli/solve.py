@@ -20,20 +20,27 @@ def solve(
     halt_steps: HaltSteps = None,
     every: Annotated[int, typer.Option(min=1, help="Show each so-many-th step.")] = 1,
     number: Annotated[
-        int | None, typer.Option(min=0, help="Which held-out puzzle, when none is given; default: one that takes long.")
+        int | None,
+        typer.Option(min=0, help="Which held-out puzzle, when none is given; default: one first wrong, then refined."),
     ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Also draw the (first) answer into this SVG file.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help="Also draw the (first) answer into this SVG file, in one row.")
+    ] = None,
 ) -> None:
     """Show an answer being refined step by step, and when the model itself would have stopped."""
     from tinypod.runs.folder import open_run
     from tinypod.runs.load import load_weights
-    from tinypod.solve import display, refine
+    from tinypod.solve import display, picture, refine, stops
 
     loaded = load_weights(open_run(run), thinking(halt_steps), checkpoint, weights)
     refinements = refine.refinements(loaded.experiment, loaded.params, puzzle, number)
+    if puzzle is None and number is None:
+        chosen, why = stops.most_telling(refinements)
+        console.print(f"Of the first {len(refinements)} held-out puzzles, number {chosen}: {why}.", highlight=False)
+        refinements = [refinements[chosen]]
     for refinement in refinements:
         console.print(display.render_refinement(refinement, every))
     if len(refinements) > 1:
         console.print(f"solved {sum(r.solved for r in refinements)} of {len(refinements)}", highlight=False)
     if svg is not None:
-        display.save_svg(refinements[0], svg, every)
+        picture.save_svg(refinements[0], svg)

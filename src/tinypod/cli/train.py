@@ -103,8 +103,12 @@ def _target(config: str, run: str | None) -> "Run":
     path = Path(config)
     if run is not None or storage.is_remote(config):
         return runs.open_run(run or config)
+    if (
+        path / runs.CONFIG
+    ).is_file():  # else a folder is no run: `demo` is the recipe, also beside a folder of that name
+        return runs.open_run(path)
     of_a_run = path.name == runs.CONFIG and (path.parent / runs.CHECKPOINTS).is_dir()
-    return runs.open_run(path if path.is_dir() else path.parent if of_a_run else Path("runs") / path.stem)
+    return runs.open_run(path.parent if of_a_run else Path("runs") / path.stem)
 
 
 def _with_advice(error: UserError, config: Any) -> UserError:

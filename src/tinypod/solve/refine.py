@@ -16,12 +16,18 @@ from tinypod.solve.display import Refinement
 from tinypod.tasks.puzzle import PuzzleTaskConfig, open_data
 from tinypod.tasks.puzzle_scores import run_steps, stop_logit
 
-HELD_OUT = 200  # held-out puzzles among which the one that took longest to solve is shown
+HELD_OUT = 200  # puzzles among which one is chosen that shows much; a large model takes its time for more
 REFINED_AT_ONCE = 256  # puzzles
 
 
-def refinements(experiment: Experiment, params: trm.Params, puzzle: str | None, number: int | None) -> list[Refinement]:
-    """`puzzle` is characters, or a file with one a line; None takes a held-out one: of that number, or a slow one."""
+def refinements(
+    experiment: Experiment,
+    params: trm.Params,
+    puzzle: str | None = None,
+    number: int | None = None,
+    limit: int | None = HELD_OUT,
+) -> list[Refinement]:
+    """`puzzle` is characters, or a file with one a line; None takes held-out ones: that of a number, or the first."""
     config = experiment.config
     if not isinstance(config.task, PuzzleTaskConfig):
         raise UserError(f"solve shows puzzles; this run's task is of kind {config.task.kind!r}")
@@ -35,13 +41,10 @@ def refinements(experiment: Experiment, params: trm.Params, puzzle: str | None, 
         split = puzzles.read_split(folder, info, config.data.eval_split)
         if number is not None and number >= len(split):
             raise UserError(f"--number {number}: there are {len(split)} held-out puzzles, numbered from 0")
-        questions = sudoku.to_digits(split.inputs[:HELD_OUT] if number is None else split.inputs[number : number + 1])
+        questions = sudoku.to_digits(split.inputs[:limit] if number is None else split.inputs[number : number + 1])
     answers, halting = refine(experiment, params, sudoku.to_tokens(questions), config.task.halting.max_steps)
     grids = sudoku.to_digits(answers)
-    refined = [Refinement(question, grids[:, i], halting[:, i], box) for i, question in enumerate(questions)]
-    if puzzle is None and number is None:
-        return [max(refined, key=lambda r: (r.solved, r.solved_at or 0))]
-    return refined
+    return [Refinement(question, grids[:, i], halting[:, i], box) for i, question in enumerate(questions)]
 
 
 def refine(
