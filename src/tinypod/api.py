@@ -36,8 +36,8 @@ from tinypod.runs import metrics
 from tinypod.runs.folder import load_config, open_run, read_config, run_to_train
 from tinypod.runs.load import Loaded, check_overrides, load_weights
 from tinypod.runs.terminal import counting, say
-from tinypod.solve import refine
-from tinypod.solve.display import Refinement
+from tinypod.solve import refine, stops
+from tinypod.solve.refine import Answer
 
 LOCAL = "local"  # in place of a slice: the device at hand
 Overrides = Mapping[str, Any] | Sequence[str]  # {"a.b": value}, or as on the command line: ["a.b=value"]
@@ -236,23 +236,32 @@ class Model:
         with counting(self._console, "evaluating", evaluator.rows) as progress:
             return evaluator(params, progress)
 
-    def solve(
-        self, puzzle: str | None = None, *, number: int | None = None, halt_steps: int | None = None
-    ) -> Refinement:
+    def solve(self, puzzle: str | None = None, *, number: int | None = None, halt_steps: int | None = None) -> Answer:
         """The answer to a puzzle in characters (`.` blank), refined step by step; a notebook shows it as a picture.
 
-        Without a puzzle: the held-out one of that number, or one that takes long. `halt_steps`: steps to think;
-        default: as trained.
+        Without a puzzle: the held-out one of that number, or one that is wrong at first and refined. `halt_steps`:
+        steps to think; default: as trained.
         """
+        if puzzle is None and number is None:
+            refined = self.solve_held_out(halt_steps=halt_steps)
+            return refined[stops.most_telling(refined)[0]]
         return self._refine(None if puzzle is None else [puzzle], number, halt_steps)[0]
 
-    def solve_all(self, puzzles: str | Path | Sequence[str], *, halt_steps: int | None = None) -> list[Refinement]:
+    def solve_held_out(self, limit: int | None = refine.HELD_OUT, *, halt_steps: int | None = None) -> list[Answer]:
+        """The answers to the first so many held-out puzzles; None: to all."""
+        return self._refine(None, None, halt_steps, limit)
+
+    def solve_all(self, puzzles: str | Path | Sequence[str], *, halt_steps: int | None = None) -> list[Answer]:
         """The answers to many puzzles, computed together: a list of them, or a file with one a line."""
         return self._refine(str(puzzles) if isinstance(puzzles, Path) else puzzles, None, halt_steps)
 
     def _refine(
-        self, puzzle: str | Sequence[str] | None, number: int | None, halt_steps: int | None
-    ) -> list[Refinement]:
+        self,
+        puzzle: str | Sequence[str] | None,
+        number: int | None,
+        halt_steps: int | None,
+        limit: int | None = None,
+    ) -> list[Answer]:
         try:
             experiment, params, *_ = self.loaded(halt_steps, needs_data=puzzle is None)
         except DataError as error:
@@ -261,7 +270,8 @@ class Model:
             raise DataError(f"{error}; or give a puzzle, which needs no dataset") from None
         if halt_steps not in self._programs:
             self._programs[halt_steps] = refine.make_program(experiment)
-        return refine.refinements(experiment, params, puzzle, number, self._programs[halt_steps])
+        program = self._programs[halt_steps]
+        return refine.refinements(experiment, params, puzzle, number, limit=limit, program=program)
 
 
 def _console() -> Console:

@@ -7,9 +7,10 @@ mapping replaces the old one, so that keys of the old kind do not linger in the 
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import yaml
 from omegaconf import OmegaConf
@@ -39,6 +40,48 @@ def load(path: str | Path, overrides: Sequence[str], schema: type[C]) -> C:
     return validate(resolve(tree, str(path)), schema, str(path))
 
 
+class Origin(NamedTuple):
+    key: str  # dotted
+    value: Any
+    source: str  # the file, the command line, or the schema's default
+
+
+@dataclass(frozen=True)
+class _Sourced:
+    """A value that remembers where it was written; equal to the same value from elsewhere, as `merge` asks of kinds."""
+
+    value: Any
+    source: str = field(compare=False)
+
+
+def origins(path: str | Path, overrides: Sequence[str], schema: type[C]) -> list[Origin]:
+    """Every key of the config that `load` makes of this, and where its value comes from."""
+    config = load(path, overrides, schema)
+    tree = read_tree(locate(path), mark=lambda tree, file: _sourced(tree, _display_name(file)))
+    for text in overrides:
+        tree = merge(tree, _sourced(parse_override(text), "command line"))
+    return list(_origins(config.model_dump(mode="json"), tree, ""))
+
+
+def _sourced(tree: Any, source: str) -> Any:
+    if isinstance(tree, dict):
+        return {key: _sourced(value, source) for key, value in tree.items()}
+    return _Sourced(tree, source)
+
+
+def _display_name(file: Path) -> str:
+    return file.relative_to(RECIPES).as_posix() if file.is_relative_to(RECIPES) else file.name
+
+
+def _origins(value: Any, written: Any, key: str) -> Iterator[Origin]:
+    if isinstance(value, dict) and value:
+        for name, below in value.items():
+            inside = written.get(name) if isinstance(written, dict) else written
+            yield from _origins(below, inside, f"{key}.{name}" if key else str(name))
+    else:
+        yield Origin(key, value, written.source if isinstance(written, _Sourced) else "default")
+
+
 def resolve(tree: dict[str, Any], where: str) -> Any:
     """A tree whose `${a.b}` are replaced by what they name."""
     try:
@@ -57,14 +100,28 @@ def locate(name: str | Path) -> Path:
         return recipe
     if path.exists() or path.is_absolute():
         return path
-    known = sorted(found.relative_to(RECIPES).with_suffix("").as_posix() for found in RECIPES.rglob("*.yaml"))
-    near = difflib.get_close_matches(str(name).removesuffix(".yaml"), known, n=1)
-    hint = f"did you mean the recipe `{near[0]}`?" if near else f"recipes: {', '.join(known)}"
+    known = recipes()
+    # By the whole name, or without its folder: `sudoku_mlp` and `with` mean `trm/sudoku_mlp` and `studies/width`.
+    names = {name.rpartition("/")[2]: name for name in reversed(known)} | {name: name for name in known}
+    near = difflib.get_close_matches(str(name).removesuffix(".yaml"), names, n=1)
+    hint = f"did you mean the recipe `{names[near[0]]}`?" if near else "`tinypod configs` lists the recipes"
     raise ConfigError(f"no config file at {path.absolute()}, and no recipe of that name; {hint}")
 
 
-def read_tree(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The plain tree of a file, its `defaults` merged underneath."""
+def recipes() -> list[str]:
+    """The names of all that is shipped, but for the file that the others only build on."""
+    names = (found.relative_to(RECIPES).with_suffix("").as_posix() for found in RECIPES.rglob("*.yaml"))
+    return sorted(name for name in names if name != "base")
+
+
+def _as_it_is(tree: dict[str, Any], path: Path) -> dict[str, Any]:
+    return tree
+
+
+def read_tree(
+    path: Path, chain: tuple[Path, ...] = (), mark: Callable[[dict[str, Any], Path], dict[str, Any]] = _as_it_is
+) -> dict[str, Any]:
+    """The plain tree of a file, its `defaults` merged underneath. `mark` changes the tree of each file before that."""
     path = path.resolve()
     if path in chain:
         raise ConfigError(f"{path}: `defaults` goes round in a circle: {' -> '.join(p.name for p in (*chain, path))}")
@@ -74,8 +131,8 @@ def read_tree(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path}: `defaults` must be a list of file names, like `defaults: [../base.yaml]`")
     merged: dict[str, Any] = {}
     for name in defaults:
-        merged = merge(merged, read_tree(path.parent / name, (*chain, path)))
-    return merge(merged, tree)
+        merged = merge(merged, read_tree(path.parent / name, (*chain, path), mark))
+    return merge(merged, mark(tree, path))
 
 
 def _read_yaml(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 # isort: off
-from tinypod.cli import train, study, check, eval, solve, generate, plan, slices, data, cache, weights, runs, pod  # noqa: F401 (as in --help)
+from tinypod.cli import demo, train, study, configs, check, eval, solve, generate  # noqa: F401 (as in --help)
+from tinypod.cli import plan, slices, data, cache, weights, runs, pod  # noqa: F401
 
 # isort: on
 from tinypod.cli.shared import app, console, errors

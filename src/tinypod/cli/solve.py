@@ -22,28 +22,36 @@ def solve(
     halt_steps: HaltSteps = None,
     every: Annotated[int, typer.Option(min=1, help="Show each so-many-th step.")] = 1,
     number: Annotated[
-        int | None, typer.Option(min=0, help="Which held-out puzzle, when none is given; default: one that takes long.")
+        int | None,
+        typer.Option(min=0, help="Which held-out puzzle, when none is given; default: one first wrong, then refined."),
     ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Also draw the (first) answer into this SVG file.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help="Also draw the (first) answer into this SVG file, in one row.")
+    ] = None,
 ) -> None:
     """Show an answer being refined step by step, and when the model itself would have stopped.
 
     A puzzle that is given needs nothing but the run folder, on any machine. A held-out one needs the dataset.
     """
     from tinypod import api
-    from tinypod.solve import display
+    from tinypod.solve import display, picture, stops
 
     changes = list(overrides or [])
     if puzzle is not None and "=" in puzzle and not os.path.exists(puzzle):  # `solve RUN model.dtype=float32`
         changes, puzzle = [puzzle, *changes], None
     model = api.Model(run, changes, checkpoint, weights, console)
-    if puzzle is None:
+    if puzzle is not None:
+        refinements = model.solve_all(puzzle, halt_steps=halt_steps)
+    elif number is not None:
         refinements = [model.solve(number=number, halt_steps=halt_steps)]
     else:
-        refinements = model.solve_all(puzzle, halt_steps=halt_steps)
+        refinements = model.solve_held_out(halt_steps=halt_steps)
+        chosen, why = stops.most_telling(refinements)
+        console.print(f"Of the first {len(refinements)} held-out puzzles, number {chosen}: {why}.", highlight=False)
+        refinements = [refinements[chosen]]
     for refinement in refinements:
         console.print(display.render_refinement(refinement, every))
     if len(refinements) > 1:
         console.print(f"solved {sum(r.solved for r in refinements)} of {len(refinements)}", highlight=False)
     if svg is not None:
-        display.save_svg(refinements[0], svg, every)
+        svg.write_text(picture.draw_svg(refinements[0]), encoding="utf-8")

@@ -4,16 +4,13 @@ Every cell is three columns wide, ` 5 `: a `*` before the digit says that it cha
 breaks a rule, and a cell can carry both. Colours only repeat the marks, so a file reads like a terminal.
 """
 
-import io
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 from rich.columns import Columns
-from rich.console import Console, Group
+from rich.console import Group
 from rich.text import Text
 
 from tinypod.data import sudoku
@@ -62,10 +59,6 @@ class Refinement:
 
     def __repr__(self) -> str:
         return f"Refinement({self.answer!r}: {verdict(self)})"
-
-    def _repr_svg_(self) -> str:
-        """What a notebook shows."""
-        return draw_svg(self)
 
     @property
     def solved_at(self) -> int | None:
@@ -147,7 +140,7 @@ def render_refinement(refinement: Refinement, every: int = 1) -> Group:
     """
     question, halted_at = refinement.question, refinement.halted_at
     clues = int((question > 0).sum())
-    heading = f"{_count(clues, 'clue', 'clues')} · {len(question) - clues} blank"
+    heading = f"{_count(clues, 'clue', 'clues')}, {len(question) - clues} blank"
     blocks = [[Text("puzzle", "bold"), Text(heading), render_grid(question, question, refinement.box)]]
     previous = None
     for first, last in _runs(refinement, every):
@@ -163,22 +156,32 @@ def render_refinement(refinement: Refinement, every: int = 1) -> Group:
     texts = [_unfolded(Text("\n").join(block)) for block in blocks]
     knows = halted_at is not None and refinement.solved_steps[halted_at - 1]
     style = "bold red" if not refinement.solved else "bold green" if knows else "bold yellow"
-    return Group(Columns(texts, padding=(1, 3), equal=True), Text(), _legend(), Text(verdict(refinement), style))
+    return Group(Columns(texts, padding=(1, 2), equal=True), Text(), _legend(), Text(verdict(refinement), style))
 
 
 def _runs(refinement: Refinement, every: int) -> list[tuple[int, int]]:
     """The first and last step of each run of equal grids that holds a step to be drawn."""
-    grids, steps = refinement.grids, len(refinement.grids)
-    starts = [1, *(np.flatnonzero((grids[1:] != grids[:-1]).any(-1)) + 2).tolist(), steps + 1]
+    steps = len(refinement.grids)
     wanted = {1, steps, refinement.solved_at, refinement.halted_at, *range(every, steps + 1, every)}
-    return [(start, end - 1) for start, end in pairwise(starts) if not wanted.isdisjoint(range(start, end))]
+    return [(first, last) for first, last in equal_steps(refinement) if not wanted.isdisjoint(range(first, last + 1))]
+
+
+def equal_steps(refinement: Refinement) -> list[tuple[int, int]]:
+    """The first and last step of each run of equal grids."""
+    grids = refinement.grids
+    starts = [1, *(np.flatnonzero((grids[1:] != grids[:-1]).any(-1)) + 2).tolist(), len(grids) + 1]
+    return [(start, end - 1) for start, end in pairwise(starts)]
+
+
+def confidence(refinement: Refinement, step: int) -> str:
+    """The model's own estimate that its answer is right: what it was trained to say, and what it stops by."""
+    percent = 100 * refinement.halt_probabilities[step - 1]
+    return f"{'<1' if percent < 1 else '>99' if percent > 99 else f'{percent:.0f}'} % sure"
 
 
 def _title(refinement: Refinement, step: int) -> Text:
-    percent = f"{100 * refinement.halt_probabilities[step - 1]:.0f} %"
-    if step == refinement.halted_at:
-        return Text(f"step {step} · ✔ would stop · {percent}", "bold green")
-    return Text(f"step {step} · stops? {percent}", "bold")
+    text = f"step {step}: {confidence(refinement, step)}"
+    return Text(f"{text}, stops", "bold green") if step == refinement.halted_at else Text(text, "bold")
 
 
 def _summary(refinement: Refinement, step: int, previous: np.ndarray | None) -> Text:
@@ -186,26 +189,10 @@ def _summary(refinement: Refinement, step: int, previous: np.ndarray | None) -> 
     filled = int(((refinement.question == 0) & (grid > 0)).sum())
     text = f"{filled} filled" if previous is None else f"{int((grid != previous).sum())} changed"
     if broken:
-        text += f" · {_count(broken, 'breaks a rule', 'break a rule')}"
-    return Text(f"{text} · solved" if refinement.solved_steps[step - 1] else text)
+        text += f", {broken} {'clashes' if broken == 1 else 'clash'}"
+    return Text(f"{text}, solved" if refinement.solved_steps[step - 1] else text)
 
 
 def _legend() -> Text:
     changed, broken = _cell(5, False, True, False), _cell(5, False, False, True)
-    rest = " breaks a rule or overwrites a clue   · no digit"
-    return Text.assemble(changed, "changed since the grid before  ", broken, rest)
-
-
-def save_svg(refinement: Refinement, path: Path, every: int = 1, width: int = 101) -> None:
-    path.write_text(draw_svg(refinement, every, width), encoding="utf-8")
-
-
-def draw_svg(refinement: Refinement, every: int = 1, width: int = 101) -> str:
-    """What a terminal of that width shows as a picture; the same refinement gives the same characters."""
-    # The environment (NO_COLOR, COLUMNS, ...) must not reach the picture.
-    console = Console(record=True, width=width, file=io.StringIO(), color_system="truecolor", _environ={})
-    console.print(render_refinement(refinement, every))
-    # The id, a hash of what is drawn, keeps the styles of two pictures on one page apart.
-    svg = console.export_svg(title="tinypod solve")
-    # rich links web fonts; a picture in a README should fetch nothing, and any monospace font will do.
-    return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
+    return Text.assemble(changed, "changed   ", broken, " clashes with another digit or a clue   · no digit")

@@ -13,25 +13,35 @@ from tinypod.data import puzzles, sudoku
 from tinypod.errors import DataError, UserError
 from tinypod.experiment import Experiment
 from tinypod.models import trm
+from tinypod.solve import picture
 from tinypod.solve.display import Refinement
 from tinypod.tasks.puzzle import PuzzleTaskConfig, described, open_data
 from tinypod.tasks.puzzle_scores import run_steps, stop_logit
 
-HELD_OUT = 200  # held-out puzzles among which the one that took longest to solve is shown
+HELD_OUT = 200  # puzzles among which one is chosen that shows much; a large model takes its time for more
 REFINED_AT_ONCE = 256  # puzzles
 
 Program = Callable[[trm.Params, Array], tuple[Array, Array]]
 
 
+class Answer(Refinement):
+    """A refinement that a notebook shows as a picture."""
+
+    def _repr_svg_(self) -> str:
+        return picture.draw_svg(self)
+
+
 def refinements(
     experiment: Experiment,
     params: trm.Params,
-    puzzle: str | Sequence[str] | None,
-    number: int | None,
+    puzzle: str | Sequence[str] | None = None,
+    number: int | None = None,
+    *,
+    limit: int | None = HELD_OUT,
     program: Program | None = None,
-) -> list[Refinement]:
-    """`puzzle` is characters, a file with one a line, or a list of them; None takes a held-out one: of that number, or
-    a slow one. `program`: the experiment's, where the caller has it compiled."""
+) -> list[Answer]:
+    """`puzzle` is characters, a file with one a line, or a list of them; None takes held-out ones: that of a number, or
+    the first. `program`: the experiment's, where the caller has it compiled."""
     config = experiment.config
     if not isinstance(config.task, PuzzleTaskConfig):
         raise UserError(f"solve shows puzzles; this run's task is of kind {config.task.kind!r}")
@@ -45,13 +55,10 @@ def refinements(
         split = puzzles.read_split(*open_data(config, False, None), config.data.eval_split)
         if number is not None and number >= len(split):
             raise UserError(f"--number {number}: there are {len(split)} held-out puzzles, numbered from 0")
-        questions = sudoku.to_digits(split.inputs[:HELD_OUT] if number is None else split.inputs[number : number + 1])
+        questions = sudoku.to_digits(split.inputs[:limit] if number is None else split.inputs[number : number + 1])
     answers, halting = refine(program or make_program(experiment), params, sudoku.to_tokens(questions))
     grids = sudoku.to_digits(answers)
-    refined = [Refinement(question, grids[:, i], halting[:, i], box) for i, question in enumerate(questions)]
-    if puzzle is None and number is None:
-        return [max(refined, key=lambda r: (r.solved, r.solved_at or 0))]
-    return refined
+    return [Answer(question, grids[:, i], halting[:, i], box) for i, question in enumerate(questions)]
 
 
 def make_program(experiment: Experiment) -> Program:
