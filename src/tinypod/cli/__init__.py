@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 # isort: off
-from tinypod.cli import train, study, check, eval, solve, generate, plan, slices, data, cache, weights, runs, pod  # noqa: F401 (as in --help)
+from tinypod.cli import train, study, check, eval, solve, generate, view, plan, slices, data, cache, weights, runs, pod  # noqa: F401 (as in --help)
 
 # isort: on
 from tinypod.cli.shared import app, console, errors

@@ -1,5 +1,6 @@
 """Puzzles of a user or of the held-out split, refined step by step by a trained model."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -48,6 +49,13 @@ def refine(
     experiment: Experiment, params: trm.Params, inputs_BS: np.ndarray, steps: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The answer (tokens [steps, B, S]) and the halting probability ([steps, B]) after each step."""
+    return make_refine(experiment, steps)(params, inputs_BS)
+
+
+def make_refine(
+    experiment: Experiment, steps: int
+) -> Callable[[trm.Params, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """The same as a function of weights and inputs, for those who ask again: it compiles once."""
     gather, config = sharding.make_gather(experiment.mesh, experiment.specs), experiment.config
 
     @jax.jit
@@ -56,10 +64,13 @@ def refine(
         answers, q = run_steps(config.model, params, inputs, identifiers, steps, gather)
         return answers, jax.nn.sigmoid(stop_logit(q, continues=config.task.continue_loss))
 
-    parts = [inputs_BS[i : i + REFINED_AT_ONCE] for i in range(0, len(inputs_BS), REFINED_AT_ONCE)]
-    done = [jax.device_get(run(params, jnp.asarray(part, jnp.int32))) for part in parts]
-    answers, halting = (np.concatenate(column, axis=1) for column in zip(*done, strict=True))
-    return answers, halting
+    def refine(params: trm.Params, inputs_BS: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        parts = [inputs_BS[i : i + REFINED_AT_ONCE] for i in range(0, len(inputs_BS), REFINED_AT_ONCE)]
+        done = [jax.device_get(run(params, jnp.asarray(part, jnp.int32))) for part in parts]
+        answers, halting = (np.concatenate(column, axis=1) for column in zip(*done, strict=True))
+        return answers, halting
+
+    return refine
 
 
 def read_puzzles(text: str, box: sudoku.Box) -> list[np.ndarray]:
