@@ -24,7 +24,7 @@ LAYERS = [
     {"training", "weights"},
     {"check", "planning", "solve", "generate", "cache"},
     {"study"},
-    {"pod"},
+    {"pod", "view"},
     {"api"},
     {"cli"},
 ]

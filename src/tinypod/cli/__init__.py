@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 # isort: off
-from tinypod.cli import demo, train, study, configs, check, eval, solve, generate  # noqa: F401 (as in --help)
+from tinypod.cli import demo, train, study, configs, check, eval, solve, generate, view  # noqa: F401 (as in --help)
 from tinypod.cli import plan, slices, data, cache, weights, runs, pod  # noqa: F401
 
 # isort: on

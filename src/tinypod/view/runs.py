@@ -1,0 +1,239 @@
+"""What the page is told of runs. They are found by looking into the folders that the user named, and known to the page
+by an id: nothing that a browser sends is ever part of a path. Reads files only, and starts no device."""
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tinypod.errors import UserError
+from tinypod.runs import status
+from tinypod.runs.folder import CHECKPOINTS, CONFIG, HEALTH
+from tinypod.runs.metrics import FILE as METRICS
+from tinypod.study.folder import OUTCOME
+
+MAX_DEPTH = 4  # folders below the one named: studies/NAME/runs/RUN
+MAX_RUNS = 500
+CURVES = ("train/loss", "train/learning_rate", "perf/examples_per_s")  # and the metric that decides the best checkpoint
+NOT_FINITE = ("nan", "inf", "-inf")  # as they stand in metrics.jsonl
+
+
+class UnknownRunError(Exception):
+    """An id that no run has, or no longer."""
+
+
+@dataclass
+class _Log:
+    """As much of a run's `metrics.jsonl` as was read. A run that resumes may replace it by a shorter one: then it is
+    read again from the start, as a new generation."""
+
+    inode: int = 0
+    offset: int = 0
+    generation: int = 0
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+    def update(self, path: Path) -> None:
+        try:
+            with open(path, "rb") as file:
+                stat = os.fstat(file.fileno())
+                if stat.st_ino != self.inode or stat.st_size < self.offset:
+                    self.inode, self.offset, self.records = stat.st_ino, 0, []
+                    self.generation += 1
+                file.seek(self.offset)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        whole = data[: data.rfind(b"\n") + 1]  # what comes after the last newline is still being written
+        self.offset += len(whole)
+        self.records += filter(None, map(_record, whole.splitlines()))
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """None for a line that is no record: the page shows the others."""
+    try:
+        record = json.loads(line, parse_constant=str)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        return None
+    return {name: value for name, value in record.items() if type(value) in (int, float) or value in NOT_FINITE}
+
+
+class Runs:
+    """The runs below some folders, and what was read of them so far."""
+
+    def __init__(self, folders: list[Path]) -> None:
+        self.folders = folders
+        self._lock = threading.Lock()
+        self._found: dict[str, tuple[str, Path]] = {}  # name and folder
+        self._logs: dict[str, _Log] = {}
+        self._configs: dict[Path, tuple[int, dict[str, Any]]] = {}
+
+    def listing(self) -> list[dict[str, Any]]:
+        """Looks again for runs; the ones with the latest news first."""
+        with self._lock:
+            self._found = dict(_search(self.folders))
+            rows = [self._row(key, name, folder) for key, (name, folder) in self._found.items()]
+        return sorted(rows, key=lambda row: (row["age_s"], row["name"]))
+
+    def folder(self, key: str) -> Path:
+        with self._lock:
+            if key not in self._found:
+                self._found = dict(_search(self.folders))
+            if key not in self._found:
+                raise UnknownRunError
+            return self._found[key][1]
+
+    def metrics(self, key: str, generation: int, since: int) -> dict[str, Any]:
+        """The records after the first `since` of a generation; all of them where it is another one by now."""
+        folder = self.folder(key)
+        with self._lock:
+            log, headline = self._log(key, folder), _headline(self._config(folder))
+            names = {"step", "time", *CURVES, *([headline] if headline else [])}
+            news = log.records[since if generation == log.generation else 0 :]
+            kept = [{name: value for name, value in record.items() if name in names} for record in news]
+            return {"generation": log.generation, "total": len(log.records), "records": kept, "headline": headline}
+
+    def health(self, key: str) -> dict[str, Any]:
+        folder = self.folder(key)
+        found = status.as_json(status.read_status(folder, time.time()))
+        with self._lock:
+            records = self._log(key, folder).records
+            skipped = sum(record["train/skipped"] for record in records if _number(record.get("train/skipped")))
+            broken = sum(record.get("train/loss") in NOT_FINITE for record in records)
+        return found | {"skipped": skipped, "nonfinite": broken}
+
+    def differences(self, keys: list[str]) -> list[dict[str, Any]]:
+        """The config keys in which these runs differ, with a value for each."""
+        folders = [self.folder(key) for key in keys]
+        with self._lock:
+            flat = [dict(_leaves(self._config(folder))) for folder in folders]
+        names = dict.fromkeys(name for config in flat for name in config)
+        rows = [{"key": name, "values": [config.get(name) for config in flat]} for name in names]
+        return [row for row in rows if any(value != row["values"][0] for value in row["values"])]
+
+    def _row(self, key: str, name: str, folder: Path) -> dict[str, Any]:
+        config, log = self._config(folder), self._log(key, folder)
+        beats = status.judge(status.heartbeat.read_heartbeats(folder / HEALTH), time.time())
+        last = log.records[-1] if log.records else {}
+        headline = _headline(config)
+        values = [record[headline] for record in log.records if headline in record]
+        times = [process.heartbeat.time for process in beats] + [last.get("time", 0.0)]
+        times = [when for when in times if _number(when)]
+        steps = config.get("steps")
+        return {
+            "id": key,
+            "name": name,
+            "state": _state(beats, folder),
+            "step": max([last.get("step", 0), *(process.heartbeat.step for process in beats)]),
+            "steps": steps if isinstance(steps, int) else None,
+            "headline": headline,
+            "value": values[-1] if values else None,
+            "age_s": max(0.0, time.time() - (max(times, default=0.0) or _changed(folder))),
+            "puzzle": _section(config, "task").get("kind") == "puzzle",
+        }
+
+    def _log(self, key: str, folder: Path) -> _Log:
+        log = self._logs.setdefault(key, _Log())
+        log.update(folder / METRICS)
+        return log
+
+    def _config(self, folder: Path) -> dict[str, Any]:
+        """Without the schema: an older version's can be shown too. Parsed again only where it has changed."""
+        path = folder / CONFIG
+        try:
+            stamp = path.stat().st_mtime_ns
+            if self._configs.get(path, (None,))[0] != stamp:
+                tree = yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+                self._configs[path] = stamp, tree if isinstance(tree, dict) else {}
+            return self._configs[path][1]
+        except (OSError, ValueError, yaml.YAMLError, RecursionError):
+            return {}
+
+
+def _search(folders: list[Path]) -> Iterator[tuple[str, tuple[str, Path]]]:
+    """Ids, and the names and folders of runs. A link that leads out of the folder named is not followed."""
+    found = 0
+    for top in folders:
+        inside = top.resolve()
+        for here, below, files in os.walk(inside):
+            folder = Path(here)
+            if CONFIG in files and any(name in (*files, *below) for name in (METRICS, HEALTH, CHECKPOINTS)):
+                below.clear()
+                links = (folder / CONFIG, folder / METRICS, folder / HEALTH, folder / CHECKPOINTS)
+                if all(path.resolve().is_relative_to(inside) for path in links):
+                    found += 1
+                    name = os.path.normpath(top / folder.relative_to(inside))
+                    yield hashlib.sha256(os.fsencode(folder)).hexdigest()[:16], (name, folder)
+            if len(folder.relative_to(inside).parts) >= MAX_DEPTH:
+                below.clear()
+            if found >= MAX_RUNS:
+                return
+
+
+def _state(processes: list[status.ProcessStatus], folder: Path) -> str:
+    """running, lagging, done, stopped, failed, lost (no sign of life), or new; a run of a study says it itself."""
+    ends = {process.heartbeat.ended or "" for process in processes}
+    if any(process.alive for process in processes):
+        return "lagging" if any(process.verdict in ("lagging", "slow") for process in processes) else "running"
+    if outcome := _outcome(folder):
+        return outcome
+    if not processes:
+        return "new"
+    for state in ("failed", "stopped"):
+        if any(end.startswith(state) for end in ends):
+            return state
+    return "done" if ends == {"done"} else "lost"
+
+
+def _outcome(folder: Path) -> str | None:
+    try:
+        state = json.loads((folder / OUTCOME).read_text())["state"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    known = {"waiting": "new", "running": "running", "done": "done", "failed": "failed", "diverged": "diverged"}
+    return (known | {"stopped_early": "stopped early"}).get(state) if isinstance(state, str) else None
+
+
+def _headline(config: dict[str, Any]) -> str | None:
+    """The held-out metric that decides which checkpoint is the best."""
+    best = _section(config, "checkpoint").get("best")
+    name = best.get("metric") if isinstance(best, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", json.dumps(value, default=str)
+
+
+def _number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+def _changed(folder: Path) -> float:
+    try:
+        return (folder / CONFIG).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def check_folders(folders: list[Path]) -> None:
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder}: no such folder. Give the folder that your runs are in, e.g. runs")
