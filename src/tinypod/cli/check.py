@@ -10,9 +10,12 @@ from tinypod.cli.shared import app, console, errors, load_config
 from tinypod.errors import UserError
 
 
-@app.command()
+@app.command(cls=shared.TakesOverrides)
 def check(
-    config: Annotated[str, typer.Argument(help="A YAML config, or a run (folder or gs:// URL).")],
+    config: Annotated[
+        str,
+        typer.Argument(help="A YAML config, or a run (folder or gs:// URL).", autocompletion=shared.complete_config),
+    ],
     overrides: shared.Overrides = None,
     steps: Annotated[int, typer.Option(min=2, help="Steps to learn one batch in, and steps to time.")] = 20,
     scratch: Annotated[

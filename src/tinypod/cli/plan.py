@@ -7,16 +7,16 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from tinypod.cli.shared import Overrides, app, console, errors, load_config
+from tinypod.cli.shared import Overrides, TakesOverrides, app, complete_config, console, errors, load_config
 from tinypod.errors import UserError
 from tinypod.runs.terminal import say
 
 LOCAL = "local"
 
 
-@app.command()
+@app.command(cls=TakesOverrides)
 def plan(
-    config: Annotated[str, typer.Argument(help="A YAML config, or a run folder.")],
+    config: Annotated[str, typer.Argument(help="A YAML config, or a run folder.", autocompletion=complete_config)],
     overrides: Overrides = None,
     slice_names: Annotated[
         list[str] | None,

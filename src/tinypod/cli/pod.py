@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tinypod.cli.shared import Overrides, app, console, load_config
+from tinypod.cli.shared import Overrides, TakesOverrides, app, console, load_config
 from tinypod.errors import UserError
 from tinypod.runs.terminal import say
 
@@ -38,7 +38,7 @@ def up(spec: Spec, dry_run: DryRun = False) -> None:
         raise typer.Exit(130) from None
 
 
-@pod_app.command("run")
+@pod_app.command("run", cls=TakesOverrides)
 def run(
     spec: Spec,
     config: ConfigFile,
@@ -178,7 +178,7 @@ def down(
     say(console, f"deleted {', '.join(doomed)}")
 
 
-@pod_app.command("manifest")
+@pod_app.command("manifest", cls=TakesOverrides)
 def manifest(
     config: ConfigFile,
     overrides: Overrides = None,

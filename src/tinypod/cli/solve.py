@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from tinypod.cli.shared import CheckpointOption, HaltSteps, RunFolder, WeightsOption, app, console, thinking
+from tinypod.errors import UserError
 
 
 @app.command()
@@ -29,6 +30,8 @@ def solve(
     from tinypod.runs.load import load_weights
     from tinypod.solve import display, refine
 
+    if svg is not None and not svg.parent.is_dir():  # before computing anything
+        raise UserError(f"--svg {svg}: there is no folder {svg.parent}")
     loaded = load_weights(open_run(run), thinking(halt_steps), checkpoint, weights)
     refinements = refine.refinements(loaded.experiment, loaded.params, puzzle, number)
     for refinement in refinements:

@@ -166,6 +166,8 @@ def _time(heartbeat: bytes) -> float:
 def open_run(target: str | Path) -> Run:
     """A run by its folder, or by its URL with a working folder in this user's cache."""
     if not storage.is_remote(target):
+        if Path(target).is_file():
+            raise UserError(f"{target} is a file, and a run is a folder")
         return Run(Path(target))
     url = storage.url_of(target)
     folder = storage.cache_folder("runs", url)
