@@ -114,6 +114,7 @@ def test_a_config_key_as_an_option_is_taught(written: list[str], taught: str) ->
         assert message.startswith(f"{written[0].split('=')[0]} is not an option")
         assert message.endswith(taught)
     assert "--steps" in ok("check", "-h")  # there it is one
+    assert "Missing argument" in refused("train")
 
 
 def test_configs_and_runs_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

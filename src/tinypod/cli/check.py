@@ -29,7 +29,7 @@ def check(
     num_processes: shared.NumProcesses = None,
     process_id: shared.ProcessId = None,
 ) -> None:
-    """Pre-flight: try a config for a minute on the devices that are there, and say what would go wrong.
+    """Pre-flight: try a config for a minute on the available devices, and say what would go wrong.
 
     Data and its hashes, rows of every process, equal replicas, one device against all, a checkpoint there and back, a
     loss that falls, no recompiling; speed and memory. Exit code 1 if a check fails. Nothing is left behind, except the

@@ -2,6 +2,7 @@
 
 import glob
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,9 +39,9 @@ class TakesOverrides(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = {name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)}
-        for text, following in zip(args, [*args[1:], ""], strict=True):
+        for text, following in pairwise([*args, ""]):
             name, equals, value = text.partition("=")
-            if name.startswith("-") and name not in options:
+            if name.startswith("-") and name not in options and not ctx.resilient_parsing:
                 _teach_override(name, value if equals else following)
         return super().parse_args(ctx, args)
 
@@ -91,7 +92,7 @@ WeightsOption = Annotated[
 ]
 Processes = Annotated[
     int | None,
-    typer.Option(min=1, help="Rehearse a pod: so many processes on this machine's CPU, by the same code as on a pod."),
+    typer.Option(min=1, help="Rehearse a pod: this many processes on this machine's CPU, with the code of a pod."),
 ]
 DevicesPerProcess = Annotated[int, typer.Option(min=1, help="With --processes: CPU devices in each.")]
 Coordinator = Annotated[

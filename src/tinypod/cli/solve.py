@@ -14,12 +14,12 @@ def solve(
     run: RunFolder,
     puzzle: Annotated[
         str | None,
-        typer.Argument(help="A puzzle in characters (`.` blank), or a file with one a line; default: a held-out one."),
+        typer.Argument(help="A puzzle in characters (`.` blank), or a file of them, one per line; default: held-out."),
     ] = None,
     checkpoint: CheckpointOption = "best",
     weights: WeightsOption = None,
     halt_steps: HaltSteps = None,
-    every: Annotated[int, typer.Option(min=1, help="Show each so-many-th step.")] = 1,
+    every: Annotated[int, typer.Option(min=1, help="Show every Nth step.")] = 1,
     number: Annotated[
         int | None, typer.Option(min=0, help="Which held-out puzzle, when none is given; default: one that takes long.")
     ] = None,

@@ -153,7 +153,7 @@ def plan(
     from tinypod.study.plan import plan_study, summary, table
 
     if not slice_name:
-        raise UserError("say for which hardware: --slice v4-64")
+        raise UserError("name the hardware: --slice v4-64")
     loaded, target = load_study(study, overrides or []), find_slice(slice_name.strip().lower())
     found = plan_study(loaded, target, read_prices(prices_file, grant=grant), errors)
     console.print(table(found))

@@ -1,7 +1,7 @@
 """TPU slices: facts about hardware, as data. Nothing here needs a TPU or its compiler, with which a test compares it.
 
 A name counts different things: v4-64, v5p-64 and tpu7x-64 have 64 TensorCores, two to a chip; v5e-64 and v6e-64 have 64
-chips. JAX sees one device a chip, on tpu7x one a TensorCore.
+chips. JAX sees one device per chip, on tpu7x one per TensorCore.
 """
 
 import difflib
