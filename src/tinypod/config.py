@@ -26,7 +26,6 @@ SHORT = {  # names that people bring from elsewhere, of keys and of values
     "wd": "weight_decay",
     "warmup": "warmup_steps",
     "ema": "ema_decay",
-    "max_steps": "steps",
     "num_steps": "steps",
     "grad_accumulation": "accumulation",
     "bf16": "bfloat16",

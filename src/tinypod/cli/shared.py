@@ -63,7 +63,9 @@ def _teach_override(option: str, value: str) -> None:
 def _complete_paths(incomplete: str) -> list[str]:
     """Folders and YAML files, as a shell would."""
     found = sorted(glob.glob(f"{incomplete}*"))
-    return [f"{path}/" if os.path.isdir(path) else path for path in found if os.path.isdir(path) or ".yaml" in path]
+    return [
+        f"{path}/" if os.path.isdir(path) else path for path in found if os.path.isdir(path) or path.endswith(".yaml")
+    ]
 
 
 def complete_config(incomplete: str) -> list[str]:

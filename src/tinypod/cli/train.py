@@ -49,11 +49,14 @@ def train(
 ) -> None:
     """Train, or resume where the run folder left off.
 
-    Run it again to resume from the latest checkpoint. Ctrl-C (exit code 130) and SIGTERM (143)
-    save one first. On a TPU pod, under Slurm and on GKE start this command on every host: the processes find each
-    other. Elsewhere give each one `--coordinator`, `--num-processes` and `--process-id`. To rehearse a pod on this
-    machine: `--processes 4 --devices-per-process 2`. Several values for a key make a study of all of them (`tinypod
-    study`), in one program where they can be: `tinypod train demo seed=0,1,2 optimizer.learning_rate=1e-3,4e-3`.
+    Ctrl-C (exit code 130) and SIGTERM (143) save a checkpoint; run it again to resume from there.
+
+    On a TPU pod, under Slurm and on GKE start this command on every host: the processes find each other. Elsewhere give
+    each one `--coordinator`, `--num-processes` and `--process-id`. To rehearse a pod on this machine: `--processes 4
+    --devices-per-process 2`.
+
+    Several values for a key make a study of all of them (`tinypod study`), in one program where that is possible:
+    `tinypod train demo seed=0,1,2 optimizer.learning_rate=1e-3,4e-3`.
 
     Example: `tinypod train demo steps=500 --run runs/short`
     """
@@ -70,7 +73,7 @@ def train(
         return
     loaded, target = load_config(config, overrides), _target(config, run)
     if dry_run:
-        if coordinator or num_processes or process_id:
+        if any(value is not None for value in (coordinator, num_processes, process_id)):
             raise UserError("--dry-run shows what one process sees: leave out --coordinator and the like")
         return _show_dry_run(loaded, target, from_step, processes, devices_per_process)
     steps = profiling.parse_range(profile) if profile is not None else None
@@ -100,7 +103,8 @@ def train(
     except DeviceMemoryError as error:
         raise (_with_advice(error, loaded) if cluster.count == 1 else error) from None
     if cluster.is_primary:
-        _print_last_line(target, outcome) if quiet else _print_outcome(target, outcome)
+        show = _print_last_line if quiet else _print_outcome
+        show(target, outcome)
     cluster.shutdown(loaded.health.save_timeout_s)
     if outcome.stopped_by is not None:
         raise typer.Exit(128 + int(outcome.stopped_by))
