@@ -68,9 +68,7 @@ def main() -> None:
     parser.add_argument("--peak-tflops", type=float, default=790.0, help="what the chip reaches in bf16")
     arguments = parser.parse_args()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {datetime.date.today()}\n")
-    print(
-        "| recipe | overrides | ms a step | tokens/s | model TFLOP/s | share of peak | the step needs GiB | compile s |"
-    )
+    print("| recipe | overrides | ms per step | tokens/s | model TFLOP/s | share of peak | needs GiB | compile s |")
     print("|---|---|---:|---:|---:|---:|---:|---:|")
     for row in arguments.rows:
         recipe, _, text = row.partition(":")

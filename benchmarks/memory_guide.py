@@ -5,7 +5,7 @@
 Needs the extra `plan`, no TPU; nothing is run. It takes minutes for each config and generation of chips; what was
 compiled is kept, so that it can be stopped and started again.
 
-What a step needs grows in a straight line with the rows a device has. Compiling a batch that is far too large fails
+What a step needs grows in a straight line with the rows per device has. Compiling a batch that is far too large fails
 within seconds and says what it would need, which gives the line; the batch at which the line reaches the chip's memory
 is then compiled, to be sure. Slices of one generation have the same chip and differ only in what the chips exchange, so
 only the smallest of them is compiled.
@@ -30,8 +30,8 @@ from tinypod.runs.storage import replace_file
 
 DEFAULT_SLICES = ("v4-8", "v4-64", "v5e-8", "v5p-128", "v6e-1", "v6e-4", "v6e-8")
 MARK = "<!-- Made by `benchmarks/memory_guide.py`; what stands below is written over. -->"
-MOST = 4096  # rows a device that are looked at: more are of no use to anybody
-_STEP = 16  # rows a device: the guide's batches are multiples of it
+MOST = 4096  # rows per device that are looked at: more are of no use to anybody
+_STEP = 16  # rows per device: the guide's batches are multiples of it
 _AIM = 0.97  # of the memory
 _TRIES = 4
 
@@ -39,7 +39,7 @@ _TRIES = 4
 def largest_batch(
     config: ExperimentConfig, target: slices.Slice, remat: bool, prices: Prices, console: Console
 ) -> Plan | None:
-    """The plan with the most rows a device that fits, to within a few per cent; None if 16 do not."""
+    """The plan with the most rows per device that fits, to within a few per cent; None if 16 do not."""
     planner = Planner(changed(config, (f"model.remat={str(remat).lower()}",)), prices, console)
 
     def with_rows(rows: int) -> Plan:
@@ -101,7 +101,7 @@ def write_guide(path: Path, guide: str) -> None:
 
 
 def _header(remat: bool) -> tuple[str, str]:
-    columns = ["slice", "devices", "HBM GiB a device", "rows a device", "batch", "needs GiB"]
+    columns = ["slice", "devices", "HBM GiB per device", "rows per device", "batch", "needs GiB"]
     columns += ["rows, `model.remat=true`", "batch", "needs GiB"] * remat
     return f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"
 

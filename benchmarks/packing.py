@@ -94,7 +94,7 @@ def main() -> None:
         return
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {datetime.date.today()}\n")
     print(
-        "| recipe | overrides | runs | alone: ms a step | packed: ms a step | runs an hour, alone | packed | ratio "
+        "| recipe | overrides | runs | alone: ms per step | packed: ms per step | runs an hour, alone | packed | ratio "
         "| packed needs GiB | compile s, alone, packed |"
     )
     print("|---|---|---:|---:|---:|---:|---:|---:|---:|---:|")

@@ -88,7 +88,7 @@ def main() -> None:
     device = jax.devices()[0]
     print(f"{device.device_kind}, jax {jax.__version__}, {datetime.date.today()}, batch {arguments.batch_size}\n")
     print(
-        "| config | overrides | ms a step | spread | examples/s | model TFLOP/s | share of peak "
+        "| config | overrides | ms per step | spread | examples/s | model TFLOP/s | share of peak "
         "| compile s | temporaries GiB |"
     )
     print("|---|---|---|---|---|---|---|---|---|")

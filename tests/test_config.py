@@ -27,12 +27,23 @@ def error_of(*overrides: str) -> str:
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
-        ("optimizer.learning_rat=1e-3", ["optimizer.learning_rat", "unknown key", "`learning_rate`"]),
+        (
+            "optimizer.learning_rat=1e-3",
+            ["optimizer.learning_rat: unknown key", "mean `optimizer.learning_rate=0.001`?"],
+        ),
         ("model.mixing.num_head=4", ["model.mixing.num_head: unknown key"]),
-        ("batchsize=3", ["batchsize: unknown key", "`batch_size`"]),
+        ("batchsize=3", ["batchsize: unknown key", "mean `batch_size=3`?"]),
+        ("lr=1e-3", ["lr: unknown key; did you mean `optimizer.learning_rate=0.001`?"]),
+        ("optimizer.lr=1e-3", ["optimizer.lr: unknown key; did you mean `optimizer.learning_rate=0.001`?"]),
+        ("weight_decay=1", ["did you mean `optimizer.weight_decay=1`?"]),  # not ema_decay, which is spelled like it
+        ("every_steps=5", ["`eval.every_steps=5` or `checkpoint.every_steps=5` or `log.every_steps=5`"]),
+        ("optimizer.schedul.warmup_steps=1", ["optimizer.schedul: unknown key; did you mean `optimizer.schedule`?"]),
+        ("rank=4", ["rank: unknown key; known keys here"]),  # model.lora.rank is another kind of model's
         ("nothing.like.it=3", ["nothing: unknown key", "known keys here"]),
         ("steps=many", ["steps: expected a valid integer, got 'many'"]),
         ("steps=1.5", ["steps: expected a valid integer"]),
+        ("steps=1.5e0", ["steps: expected a valid integer, got 1.5"]),
+        ("steps=1e400", ["steps: expected a valid integer, got inf"]),
         ("steps=true", ["steps: expected a valid integer"]),
         ("steps='10'", ["steps: expected a valid integer"]),
         ("steps=0", ["steps: expected greater than 0, got 0"]),
@@ -43,6 +54,11 @@ def error_of(*overrides: str) -> str:
         ("model.mixing={kind: attention, num_heads: 7}", ["model: mixing.num_heads=7 does not divide hidden_size=512"]),
         ("model.mixing.kind=conv", ["model.mixing: no kind 'conv'", "'mlp', 'attention'"]),
         ("model.mixing={kind: mlp, positions: {kind: rope}}", ["model.mixing.positions: no kind 'rope'"]),
+        ("model.kind=transformer", ["model: no kind 'transformer'; expected one of 'trm', 'qwen3'"]),
+        ("model.kind=qwen3", ["task.kind=puzzle goes with model.kind=trm, not qwen3"]),
+        ("model.dtype=bf16", ["got 'bf16'; did you mean `bfloat16`?"]),
+        ("model.dtype=fp32", ["got 'fp32'; did you mean `float32`?"]),
+        ("eval.weights=emma", ["got 'emma'; did you mean `ema`?"]),
         ("model.dtype=int8", ["model.dtype: expected 'float32', 'bfloat16' or 'float16', got 'int8'"]),
         ("ema_decay=null", ["eval.weights=ema needs ema_decay"]),
         ("data.path=null", ["data.path: expected a valid string"]),
@@ -70,7 +86,7 @@ def test_a_tree_without_end_is_refused(tmp_path: Path, begin: str, end: str, dep
 def test_every_mistake_is_told_at_once() -> None:
     message = error_of("steps=0", "model.hidden_siz=3")
     assert "steps: expected greater than 0" in message
-    assert "`hidden_size`" in message
+    assert "`model.hidden_size=3`" in message
 
 
 def test_a_missing_key_is_named(tmp_path: Path) -> None:
@@ -90,6 +106,17 @@ def test_an_override_of_the_wrong_form_is_refused(text: str) -> None:
 def test_scientific_notation_is_a_number() -> None:
     assert load("optimizer.learning_rate=1e-4").optimizer.learning_rate == 1e-4
     assert load("optimizer.learning_rate=3E5").optimizer.learning_rate == 3e5
+    loaded = load("steps=1e3", "eval.every_steps=2.5e2", "ema_decay=5e-1", "batch_size=768.0")
+    assert (loaded.steps, loaded.eval.every_steps, loaded.ema_decay, loaded.batch_size) == (1000, 250, 0.5, 768)
+    assert isinstance(loaded.steps, int)
+    assert isinstance(loaded.eval.every_steps, int)
+
+
+def test_a_warm_up_longer_than_the_run_is_doubted() -> None:
+    assert load("steps=2000", "optimizer.schedule.warmup_steps=2000").doubts == []
+    (doubt,) = load("steps=20", "optimizer.schedule.warmup_steps=50").doubts
+    assert "optimizer.schedule.warmup_steps=50 is longer than the run (steps=20)" in doubt
+    assert "40%" in doubt
 
 
 def test_a_change_of_kind_leaves_nothing_of_the_old_kind() -> None:

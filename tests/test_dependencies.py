@@ -7,6 +7,8 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import yaml
+
 ROOT = Path(__file__).parents[1]
 NAMES = {"orbax": "orbax-checkpoint", "yaml": "pyyaml"}  # imported as -> installed as
 IN_ONE_PLACE = {
@@ -50,3 +52,12 @@ def test_every_import_is_declared() -> None:
     assert not missing
     for name, extra in IN_ONE_PLACE.items():
         assert name in extras[extra] - always
+
+
+def test_the_citation_is_of_this_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0"
+    assert {"message", "authors"} <= citation.keys()
+    assert (citation["title"], citation["version"]) == (project["name"], project["version"])
+    assert citation["license"] == project["license"]

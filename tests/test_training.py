@@ -140,7 +140,7 @@ def test_a_signal_saves_and_the_next_start_goes_on(data: Path, straight: Path, t
     process.send_signal(number)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 128 + number
-    assert "run the same command again" in output
+    assert "run it again to resume" in output
     last = rows(tmp_path / "run")[-1]["step"]
     assert [int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir()] == [last]
     done = in_a_process(data, tmp_path / "run", *endless, f"steps={last + 2}")

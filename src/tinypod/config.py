@@ -15,18 +15,47 @@ from typing import Any, NamedTuple, TypeVar, get_args
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from tinypod.errors import ConfigError
 
 RECIPES = Path(__file__).parent / "configs"
 TOO_DEEP = "nested too deeply to be read; no config needs more than a few levels"
+SHORT = {  # names that people bring from elsewhere, of keys and of values
+    "lr": "learning_rate",
+    "bs": "batch_size",
+    "wd": "weight_decay",
+    "warmup": "warmup_steps",
+    "ema": "ema_decay",
+    "num_steps": "steps",
+    "grad_accumulation": "accumulation",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+}
 
 
 class Config(BaseModel):
     """The base of every section: frozen, no unknown keys, no silent conversions ('3' is not 3)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_numbers(cls, tree: Any) -> Any:
+        """`1e3` is a float to YAML; where a whole number is expected, it means 1000."""
+        if not isinstance(tree, dict):
+            return tree
+        whole = {name for name, field in cls.model_fields.items() if _is_whole(field.annotation)}
+        return {
+            key: int(value) if key in whole and isinstance(value, float) and value.is_integer() else value
+            for key, value in tree.items()
+        }
+
+
+def _is_whole(annotation: Any) -> bool:
+    """int, PositiveInt | None and the like."""
+    return annotation is int or any(_is_whole(argument) for argument in get_args(annotation))
 
 
 C = TypeVar("C", bound=Config)
@@ -189,8 +218,10 @@ def _describe(item: Any, tree: Any, schema: type[Config]) -> str:
     path, fields = _walk(item["loc"], tree, schema)
     key, kind, context = ".".join(path), item["type"], item.get("ctx", {})
     if kind == "extra_forbidden":
-        near = difflib.get_close_matches(path[-1], fields, n=1)
-        hint = f"did you mean `{near[0]}`?" if near else f"known keys here: {', '.join(sorted(fields))}"
+        value, near = item["input"], similar_keys(key, known_keys(schema, tree))
+        if isinstance(value, str | float | int) and not isinstance(value, bool):
+            near = [f"{other}={value}" for other in near]
+        hint = f"did you mean {_either(near)}?" if near else f"known keys here: {', '.join(sorted(fields))}"
         return f"{key}: unknown key; {hint}"
     if kind == "missing":
         return f"{key}: missing; give it a value in the file or as {key}=..."
@@ -203,7 +234,56 @@ def _describe(item: Any, tree: Any, schema: type[Config]) -> str:
         hint = f"; did you mean {key}.kind={item['input']}?" if isinstance(item["input"], str) else ""
         return f"{key}: expected a mapping of keys, got {item['input']!r}{hint}"
     message = str(item["msg"]).removeprefix("Input should be ")
-    return f"{key}: expected {message}, got {item['input']!r}"
+    near = _near_values(item["input"], context.get("expected", "")) if kind == "literal_error" else []
+    hint = f"; did you mean {_either(near)}?" if near else ""
+    return f"{key}: expected {message}, got {item['input']!r}{hint}"
+
+
+def _near_values(given: Any, expected: str) -> list[str]:
+    """`expected` is pydantic's list of literals, each in quotes."""
+    values = re.findall(r"'([^']*)'", expected)
+    meant = SHORT.get(str(given), str(given))
+    return [meant] if meant in values else difflib.get_close_matches(meant, values, n=1)
+
+
+def _either(names: Sequence[str]) -> str:
+    return " or ".join(f"`{name}`" for name in names)
+
+
+def namesakes(key: str, known: Sequence[str]) -> list[str]:
+    """The known dotted keys of the same name: the one in the same section, else those nearest to the top."""
+    section, _, name = key.rpartition(".")
+    name = SHORT.get(name, name)
+    beside = f"{section}.{name}" if section else name
+    same = [other for other in known if other.rpartition(".")[2] == name]
+    depth = min((other.count(".") for other in same), default=0)
+    return [beside] if beside in same else [other for other in same if other.count(".") == depth][:4]
+
+
+def similar_keys(key: str, known: Sequence[str]) -> list[str]:
+    """The known dotted keys that someone who wrote `key` may have meant."""
+    here = [other for other in known if other.rpartition(".")[0] == key.rpartition(".")[0]]
+    return (
+        namesakes(key, known) or difflib.get_close_matches(key, here, n=1) or difflib.get_close_matches(key, known, n=1)
+    )
+
+
+def known_keys(schema: type[Config], tree: Any = None, prefix: str = "") -> list[str]:
+    """Every dotted key; of sections with a `kind`, those of the kind that the tree has, if it says."""
+    keys = []
+    for name, about in schema.model_fields.items():
+        keys.append(prefix + name)
+        node = tree.get(name) if isinstance(tree, dict) else None
+        kind = node.get("kind") if isinstance(node, dict) else None
+        classes = _config_classes(about.annotation)
+        for section in [c for c in classes if kind in _kinds(c)] or classes:
+            keys += known_keys(section, node, f"{prefix}{name}.")
+    return list(dict.fromkeys(keys))
+
+
+def _kinds(section: type[Config]) -> tuple[Any, ...]:
+    about = section.model_fields.get("kind")
+    return get_args(about.annotation) if about else ()
 
 
 def _walk(loc: Sequence[Any], tree: Any, schema: Any) -> tuple[list[str], list[str]]:

@@ -81,7 +81,7 @@ class ExitCode:
 
 EXIT_CODES: dict[int, ExitCode] = {  # docs/reliability.md has the same table
     0: ExitCode("done", "never"),
-    1: ExitCode("an error that nobody expected, or a check that failed", "always"),
+    1: ExitCode("an unexpected error, or a check that failed", "always"),
     2: ExitCode("something asked for cannot work: config, data, device, checkpoint of another model", "never"),
     75: ExitCode("storage failed: a full disk, an object store that refuses", "later"),
     76: ExitCode("a deadline passed: a process hangs, is gone, or never came", "always"),

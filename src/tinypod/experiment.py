@@ -110,6 +110,21 @@ class ExperimentConfig(Config):
     log: LogConfig = LogConfig()
     health: HealthConfig = HealthConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _kinds_go_together(cls, tree: Any) -> Any:
+        """Before their keys are looked at: those of a wrong kind would all seem to be wrong."""
+        if not isinstance(tree, dict):
+            return tree
+        kinds = {name: _kind_of(tree.get(name)) for name in ("task", "data", "model")}
+        kind = KINDS.get(kinds["task"] or "")
+        for name in ("data", "model") if kind else ():
+            wanted = getattr(kind, name).model_fields["kind"].default
+            others = {getattr(other, name).model_fields["kind"].default for other in KINDS.values()}
+            if kinds[name] != wanted and kinds[name] in others:
+                raise ValueError(f"task.kind={kinds['task']} goes with {name}.kind={wanted}, not {kinds[name]}")
+        return tree
+
     @model_validator(mode="after")
     def _fits_together(self) -> "ExperimentConfig":
         if self.batch_size % self.accumulation:
@@ -120,12 +135,23 @@ class ExperimentConfig(Config):
             raise ValueError("eval.weights=ema needs ema_decay; set it, or eval.weights=live")
         if self.seed >= 2**31:
             raise ValueError(f"seed={self.seed} must be below 2**31")
-        kind = KINDS[self.task.kind]
-        for name, given, wanted in (("data", self.data, kind.data), ("model", self.model, kind.model)):
-            if not isinstance(given, wanted):
-                expected = wanted.model_fields["kind"].default
-                raise ValueError(f"task.kind={self.task.kind} goes with {name}.kind={expected}, not {given.kind}")
         return self
+
+    @property
+    def doubts(self) -> list[str]:
+        """What is allowed, and most likely a mistake."""
+        warmup = self.optimizer.schedule.warmup_steps
+        if warmup <= self.steps:
+            return []
+        return [
+            f"optimizer.schedule.warmup_steps={warmup} is longer than the run (steps={self.steps}): the learning rate "
+            f"only gets to {self.steps / warmup:.0%} of its full value"
+        ]
+
+
+def _kind_of(section: Any) -> str | None:
+    kind = section.get("kind") if isinstance(section, dict) else getattr(section, "kind", None)
+    return kind if isinstance(kind, str) else None
 
 
 @dataclass(frozen=True)

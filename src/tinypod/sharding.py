@@ -167,7 +167,7 @@ def param_specs(rules: Rules, params: Tree, mesh: Mesh) -> Tree:
 
     specs = jax.tree_util.tree_map_with_path(spec_of, params)
     if unused:
-        raise ConfigError(f"sharding rules that match no parameter: {', '.join(unused)}; mend or remove them")
+        raise ConfigError(f"sharding rules that match no parameter: {', '.join(unused)}; correct or remove them")
     return specs
 
 

@@ -151,8 +151,8 @@ def _train(attempt: Attempt, from_step: int | None, profile: tuple[int, int] | N
     health.begin(step)
     for line in (_describe(attempt, step), *task.notes):
         say(console, line)
-    for change in changed:
-        warn(console, f"from step {step:,} on, {change}")
+    for doubt in (*config.doubts, *(f"from step {step:,} on, {change}" for change in changed)):
+        warn(console, doubt)
     with ExitStack() as stack:
         if cluster.is_primary:
             write_config(run, config, step, changed)
@@ -223,8 +223,9 @@ def _out_of_memory(error: Exception, experiment: Experiment) -> DeviceMemoryErro
     rows = config.batch_size // config.accumulation // num_batch_shards(mesh)
     first = str(error).strip().splitlines()[0][:300]
     return DeviceMemoryError(
-        f"{mesh.devices.flat[0].device_kind} ran out of memory with {rows:,} rows a device (batch_size / accumulation "
-        f"over the mesh): {first}. Raise accumulation=, set model.remat=true, raise mesh.fsdp=, or lower batch_size="
+        f"{mesh.devices.flat[0].device_kind} ran out of memory with {rows:,} rows per device "
+        f"(batch_size / accumulation over the mesh): {first}. Raise accumulation=, set model.remat=true, "
+        "raise mesh.fsdp=, or lower batch_size="
     )
 
 
@@ -285,7 +286,7 @@ def _compile(attempt: Attempt, state: TrainState, feed: Any, evaluator: Evaluato
     with console.status("compiling the step"):
         train_step = experiment.compile_step(feed)
     needed = step_bytes(train_step)
-    memory = "" if needed is None else f"; it needs {size(needed)} a device"
+    memory = "" if needed is None else f"; it needs {size(needed)} per device"
     say(console, f"compiled the step in {time.perf_counter() - began:.1f} s{memory}")
     with console.status("compiling the evaluation"):
         evaluator.compile(evaluation_params(state.params, state.ema, experiment.config.eval.weights))

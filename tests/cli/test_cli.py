@@ -7,8 +7,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fixtures import CONFIGS, TINY, tiny_config, write_4x4
+from fixtures import CONFIGS, tiny_config, write_4x4
 from tinypod import cli, training
+from tinypod.cli import shared
 from tinypod.data import puzzles, sudoku, sudoku_generator
 from tinypod.errors import UserError
 from tinypod.runs.folder import Run
@@ -45,6 +46,9 @@ def test_help_teaches() -> None:
     assert "resume" in ok("train", "--help")
     assert "--halt-steps" in ok("eval", "--help")
     assert "--generate" in ok("data", "sudoku", "--help")
+    assert "--install-completion" in ok("--help")
+    for command in (["-h"], ["train", "-h"], ["data", "-h"], ["data", "sudoku", "-h"], ["study", "run", "-h"]):
+        assert "Usage" in ok(*command)
     assert "tinypod 0" in ok("--version")
 
 
@@ -87,7 +91,69 @@ def test_wrong_arguments_are_named(trained: Path, tmp_path: Path) -> None:
     assert "no split 'valid'" in refused("eval", trained, "--split", "valid")
     (tmp_path / "file").write_text("")
     data = f"data.path={trained.parent / 'data'}"
-    assert refused("train", CONFIGS / "demo.yaml", data, *TINY, "--run", tmp_path / "file")
+    assert "file is a file, and a run is a folder" in refused("train", "demo", data, "--run", tmp_path / "file")
+    assert "file is a file, and a run is a folder" in refused("eval", tmp_path / "file")
+    nowhere = tmp_path / "nowhere"
+    assert f"there is no folder {nowhere}" in refused("solve", tmp_path, "--svg", nowhere / "a.svg")
+
+
+@pytest.mark.parametrize(
+    ("written", "taught"),
+    [
+        (["--steps", "100"], "without dashes: steps=100"),
+        (["--steps=100"], "without dashes: steps=100"),
+        (["--lr", "1e-3"], "without dashes: optimizer.learning_rate=1e-3"),
+        (["--learning-rate", "1e-3"], "without dashes: optimizer.learning_rate=1e-3"),
+        (["--every-steps", "5"], "eval.every_steps=5 or checkpoint.every_steps=5 or log.every_steps=5"),
+        (["--seed"], "without dashes: seed=..."),
+    ],
+)
+def test_a_config_key_as_an_option_is_taught(written: list[str], taught: str) -> None:
+    for command in (["train", "demo"], ["plan", "demo", "--slice", "v4-8"], ["study", "run", "studies/demo"]):
+        message = refused(*command, *written)
+        assert message.startswith(f"{written[0].split('=')[0]} is not an option")
+        assert message.endswith(taught)
+    assert "--steps" in ok("check", "-h")  # there it is one
+    assert "Missing argument" in refused("train")
+
+
+def test_configs_and_runs_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/one", "runs/two", "other"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "runs" / "one" / "config.yaml").write_text("")
+    (tmp_path / "mine.yaml").write_text("")
+    (tmp_path / "notes.txt").write_text("")
+    assert "trm/sudoku_mlp" in shared.complete_config("trm/")
+    assert shared.complete_config("mi") == ["mine.yaml"]
+    assert shared.complete_config("runs/") == ["runs/one/", "runs/two/"]
+    assert shared.complete_run("") == ["runs/one"]
+    assert shared.complete_run("o") == ["other/"]
+    script = {"_TINYPOD_COMPLETE": "complete_bash", "COMP_WORDS": "tinypod train dem", "COMP_CWORD": "2"}
+    done = runner.invoke(cli.app, [], env=script, prog_name="tinypod")
+    assert done.output.split() == ["demo"]
+
+
+def test_quiet_prints_one_last_line(trained: Path, tmp_path: Path) -> None:
+    config = trained / "config.yaml"
+    text = ok("train", config, "steps=12", "optimizer.schedule.warmup_steps=20", "--run", tmp_path / "run", "--quiet")
+    assert text.startswith(f"{tmp_path / 'run'}: step 12 of 12, best exact ")
+    assert len(text.splitlines()) == 1
+    assert "warning: optimizer.schedule.warmup_steps=20 is longer" in ok(
+        "train", config, "steps=14", "optimizer.schedule.warmup_steps=20", "--run", tmp_path / "run"
+    )
+
+
+def test_a_dry_run_shows_everything_and_writes_nothing(trained: Path, tmp_path: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.parent.rglob("*")}
+    config, run = trained / "config.yaml", tmp_path / "run"
+    text = ok("train", config, "steps=1e3", "--run", run, "--dry-run")
+    assert f"# writes: {run}/ (a new run)\n" in text
+    assert "# steps:  0 to 1,000\n" in text
+    assert text.endswith("# dry run: nothing was written\n")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.parent.rglob("*")} == before
+    assert "one run; several values" in refused("train", config, "seed=0,1", "--dry-run")
+    assert "leave out --coordinator" in refused("train", config, "--dry-run", "--coordinator", "h:1")
 
 
 def test_data_sudoku_generates(tmp_path: Path) -> None:
@@ -127,6 +193,9 @@ def test_data_sudoku_reads_csvs(tmp_path: Path) -> None:
     assert "give both" in refused("data", "sudoku", tmp_path / "e", "--train-csv", tmp_path / "train.csv")
     assert "leave out" in refused("data", "sudoku", tmp_path / "e", *csvs, "--generate")
     assert "--clues goes with --generate" in refused("data", "sudoku", tmp_path / "e", *csvs, "--clues", 30)
+    assert "--clues 40: with --box 2x3 a grid has 36 cells; expected at most 35" in refused(
+        "data", "sudoku", tmp_path / "e", "--generate", "--box", "2x3", "--clues", 40
+    )
     assert "expected rows x columns" in refused("data", "sudoku", tmp_path / "e", "--generate", "--box", "three")
     bad = [*lines[:3], lines[3].replace(sudoku.format_puzzle(made.questions[3]), "." * 81)]
     (tmp_path / "train.csv").write_text("\n".join(["source,question,answer,rating", *bad]) + "\n")

@@ -102,6 +102,27 @@ def test_all_end_with_the_first_that_fails(tmp_path: Path, code: int, expected: 
     assert "; ended the other 2; each one's output is in" in text(console)
 
 
+def test_what_all_say_is_said_once(tmp_path: Path) -> None:
+    """The same error of three processes is one message; what one of them alone says is shown, too."""
+    program = tmp_path / "fails.py"
+    program.write_text(
+        "import os, sys\n"
+        "number = os.environ['TINYPOD_PROCESS_ID']\n"
+        "print('I am here')\n"
+        "print('error: demo:\\n  steps: expected greater than 0')\n"
+        "print(f'  only {number}')\n"
+        "sys.exit(2)\n"
+    )
+    console = recording()
+    assert launch([sys.executable, str(program)], 3, 1, tmp_path / "logs", output=console, grace_s=300) == 2
+    shown = text(console)
+    assert shown.count("I am here") == 3
+    assert shown.count("error: demo:") == shown.count("steps: expected greater than 0") == 1
+    assert all(f"[{number}]   only {number}" in shown for number in range(3))
+    assert f"all 3 processes ended with exit code 2; each one's output is in {tmp_path / 'logs'}" in shown
+    assert all("error: demo:" in log.read_text() for log in (tmp_path / "logs").iterdir())
+
+
 def test_a_killed_process_is_named_and_ends_the_others(tmp_path: Path) -> None:
     with launcher(tmp_path / "logs", 3, CLUSTER, "loop", tmp_path, 300) as process:
         wait_for(lambda: (tmp_path / "turns_0").exists(), process)

@@ -40,7 +40,7 @@ def test_every_phase_has_a_meaning_and_a_colour_of_its_own():
         (Goodput(unreadable="goodput.json: cut"), "goodput unknown: goodput.json: cut"),
         (Goodput(seconds={"dreaming": 9.0}), "dreaming"),  # of a newer version
         (Goodput(seconds={"stepping": 1.0}, peak_bytes=5 * 2**30), "memory: the fullest device reached 5.00 GiB"),
-        (Goodput(seconds={"stepping": 1.0}, step_bytes=3 * 2**20), "memory: the step needs 3.0 MiB a device"),
+        (Goodput(seconds={"stepping": 1.0}, step_bytes=3 * 2**20), "memory: the step needs 3.0 MiB per device"),
         (
             Goodput(seconds={"stepping": 1.0}, compiles=3, cache_hits=2),
             "3 compiles in 0.00 s, 2 of them from the cache",

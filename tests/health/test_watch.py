@@ -376,7 +376,7 @@ with Health(folder, process, count, config) as health, health.phase("stepping"):
     assert f"error: process 0 (host {host}, pid {running.pid}) has been stepping at step 41" in err
     assert "suspect: this process itself" in err
     assert "in wait_for_ever" in err
-    assert "Start the same command again" in err
+    assert "Run it again to resume" in err
     (beat,) = read_heartbeats(tmp_path)
     assert (beat.ended, beat.step) == ("failed: deadline", 41)
 
@@ -523,7 +523,7 @@ def test_a_failure_of_all_names_the_one_that_is_gone(tmp_path):
         f"a computation over all processes failed at step 42 in process 1 (host {host}, pid {os.getpid()}): "
         "Gloo: connection reset",
         f"suspect: process 2 (host {host}, pid {gone}) is gone (no such process); it was stepping at step 41",
-        "Start the same command again: it resumes from the last checkpoint",
+        "Run it again to resume from the last checkpoint",
     ]
 
 

@@ -334,7 +334,7 @@ def test_the_command_prints_a_row_for_each_slice(compiler) -> None:
         env={"COLUMNS": "80"},
     )
     assert "…" not in narrow.stdout
-    assert "v4-8: needs 61.00 GiB of 30.75 a device, 30.25 too much; fits with accumulation=3" in done.stdout
+    assert "v4-8: needs 61.00 GiB of 30.75 per device, 30.25 too much; fits with accumulation=3" in done.stdout
     assert "does not fit" in done.stdout
     assert "list prices for US regions, 2026-11-16" in done.stdout
     answer = json.loads(run("--slice", "v4-64", "--slice", "v4-8", "batch_size=6144", "--json").stdout)
@@ -370,10 +370,10 @@ def test_own_prices(compiler, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "say for which hardware"),
+        ([], "name the hardware"),
         (["--slice", "v4-33"], "no such TPU slice; v4 comes as"),
         (["--slice", "v4-64", "--measure"], "--measure .* needs --slice local"),
-        (["--slice", "local", "--budget", "3h"], "--slice local stands alone"),
+        (["--slice", "local", "--budget", "3h"], "--slice local cannot be combined"),
         (["--budget", "soon"], "--budget soon: expected a time like 24h"),
         (["--budget", "0h"], "--budget 0h"),
         (["--slice", "v4-64", "batch_size=100"], "on v4-64, .*100 rows do not divide"),

@@ -108,3 +108,13 @@ def test_a_terminal_that_knows_ascii_only_gets_an_answer() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "6 ? 45" in done.stdout
+
+
+def test_slices_are_found_by_their_generation() -> None:
+    assert {one.generation.name for one in slices.find_slices("v4")} == {"v4"}
+    assert slices.find_slices("V4")[0].name == "v4-8"
+    assert slices.find_slices("v5litepod") == slices.find_slices("v5e")
+    assert slices.find_slices("v4-64") == [slices.find_slice("v4-64")]
+    assert slices.find_slices(None) == slices.all_slices()
+    with pytest.raises(UserError, match=r"v9: no such TPU slice.*generations: v4, v5e"):
+        slices.find_slices("v9")

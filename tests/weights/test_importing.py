@@ -90,7 +90,7 @@ def test_packed_weights_come_in_teach_and_go_out(folder: Path, tmp_path: Path) -
     packed.write(given, *make_model(low_bit="q4a4"), "float32")
     succeed("import", given, config, run, "model.low_bit=q4a4")
     said = succeed("export", run, tmp_path / "again", "--format", "packed", "--dtype", "float32")
-    assert "bits a weight" in said
+    assert "bits per weight" in said
     assert (given / "model.safetensors").read_bytes() == (tmp_path / "again" / "model.safetensors").read_bytes()
     teacher = language_model.load(str(given), "dtype=float32")
     settings = build.Settings(length=16, topk=3, held_out=0.2)

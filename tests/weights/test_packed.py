@@ -99,7 +99,7 @@ def test_it_is_small_and_says_so(tmp_path: Path) -> None:
     params["embed"] = params["embed"].astype("bfloat16").astype("float32")
     said = write_weights(tmp_path, config, params, format="packed")
     expected = qwen3.bits_per_weight(config)
-    assert f": {expected:.2f} bits a weight" in said
+    assert f": {expected:.2f} bits per weight" in said
     tensors = load_file(tmp_path / "model.safetensors")
     assert tensors["model.layers.0.mlp.up_proj.g"].dtype == np.float16
     assert tensors["model.embed_tokens.weight"].dtype == "bfloat16"

@@ -178,7 +178,7 @@ def _common_shape(shards: Sequence[Source]) -> tuple[int, int]:
     for shard, (length, topk) in zip(shards, shapes, strict=True):
         if (length, topk) != shapes[0]:
             raise DataError(
-                f"{shard.path}: blocks of {length} tokens with {topk} logits a position; "
+                f"{shard.path}: blocks of {length} tokens with {topk} logits per position; "
                 f"{shards[0].path.name} has {shapes[0][0]} and {shapes[0][1]}"
             )
     return shapes[0]

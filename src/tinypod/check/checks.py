@@ -44,7 +44,7 @@ def check_data(probe: Probe) -> Found:
     parts = f" in {config.accumulation} parts" if config.accumulation > 1 else ""
     return Found(
         f"{task.train_rows:,} training and {held_out:,} held-out {task.unit}, hashes right; batch "
-        f"{config.batch_size}{parts} over {_mesh_text(experiment)}: {config.batch_size // shards} rows a device",
+        f"{config.batch_size}{parts} over {_mesh_text(experiment)}: {config.batch_size // shards} rows per device",
         {"train_rows": task.train_rows, "held_out_rows": held_out, "rows_per_device": config.batch_size // shards},
         {
             "the config": _digest(config.model_dump(mode="json", exclude={"data": {"path"}, "compile_cache": True})),
@@ -75,7 +75,8 @@ def check_rows(probe: Probe) -> Found:
     parts = probe.cluster.count if by_process else sharding.num_batch_shards(experiment.mesh)
     groups = "devices" if parts == experiment.mesh.size else "groups of devices"
     return Found(
-        f"{parts} {'processes' if by_process else groups} hold {rows} rows, each once, to the bit those of one device",
+        f"{parts} {'processes' if by_process else groups} hold {rows} rows, each once, "
+        "bit-identical to those of one device",
         {"rows": rows},
         {"the global batch": content.hexdigest()},
     )
@@ -109,7 +110,7 @@ def check_replicas(probe: Probe) -> Found:
     compare(_replicated_parts(first))
     compare(_replicated_parts(probe.state))
     return Found(
-        f"{copied} arrays with copies on {_mesh_text(experiment)} equal to the bit: the moments after step 1 "
+        f"{copied} arrays with copies on {_mesh_text(experiment)} bit-identical: the moments after step 1 "
         f"((1 - beta1) × the gradient), and weights, averages and moments after step {COMPARED_STEPS}",
         {"arrays": copied},
     )
@@ -228,7 +229,7 @@ def check_speed(probe: Probe) -> Found:
     )
     if (needed := step_bytes(probe.compiled)) is not None:
         figures["step_bytes"] = needed
-        text += f"; a step needs {size_text(needed)} a device"
+        text += f"; a step needs {size_text(needed)} per device"
     memory = [device.memory_stats() or {} for device in jax.local_devices()]
     if peak := max((stats.get("peak_bytes_in_use", 0) for stats in memory), default=0):
         figures["peak_bytes"] = peak

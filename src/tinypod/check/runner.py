@@ -212,6 +212,6 @@ def _print_end(console: Console, results: list[Result]) -> None:
     skipped = f", {len(names['skipped'])} skipped" if names["skipped"] else ""
     if names["FAIL"]:
         text = f"{len(names['FAIL'])} of {len(results)} checks failed: {', '.join(names['FAIL'])}"
-        console.print(Text(f"{text}{skipped}; mend that before you train ({seconds}).", "bold red"))
+        console.print(Text(f"{text}{skipped}; fix that before you train ({seconds}).", "bold red"))
     else:
         console.print(Text(f"{len(names['pass'])} checks passed{skipped}, {seconds}: ready to train.", "bold green"))

@@ -10,9 +10,12 @@ from tinypod.cli.shared import app, console, errors, load_config
 from tinypod.errors import UserError
 
 
-@app.command()
+@app.command(cls=shared.TakesOverrides)
 def check(
-    config: Annotated[str, typer.Argument(help="A YAML config, or a run (folder or gs:// URL).")],
+    config: Annotated[
+        str,
+        typer.Argument(help="A YAML config, or a run (folder or gs:// URL).", autocompletion=shared.complete_config),
+    ],
     overrides: shared.Overrides = None,
     steps: Annotated[int, typer.Option(min=2, help="Steps to learn one batch in, and steps to time.")] = 20,
     scratch: Annotated[
@@ -26,7 +29,7 @@ def check(
     num_processes: shared.NumProcesses = None,
     process_id: shared.ProcessId = None,
 ) -> None:
-    """Pre-flight: try a config for a minute on the devices that are there, and say what would go wrong.
+    """Pre-flight: try a config for a minute on the available devices, and say what would go wrong.
 
     Data and its hashes, rows of every process, equal replicas, one device against all, a checkpoint there and back, a
     loss that falls, no recompiling; speed and memory. Exit code 1 if a check fails. Nothing is left behind, except the

@@ -8,7 +8,7 @@ from tinypod.cli import shared
 from tinypod.cli.shared import app, console, errors
 
 
-@app.command("eval")
+@app.command("eval", cls=shared.TakesOverrides)
 def evaluate(
     run: shared.RunFolder,
     overrides: shared.UseOverrides = None,

@@ -16,7 +16,7 @@ def generate(
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="How many to generate at most.")] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Choose among the so many likeliest only.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Choose among this many of the likeliest tokens.")] = None,
     top_p: Annotated[
         float | None, typer.Option(min=0, max=1, help="Choose among the likeliest that together have this probability.")
     ] = None,

@@ -7,20 +7,20 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from tinypod.cli.shared import Overrides, app, console, errors, load_config
+from tinypod.cli.shared import Overrides, TakesOverrides, app, complete_config, console, errors, load_config
 from tinypod.errors import UserError
 from tinypod.runs.terminal import say
 
 LOCAL = "local"
 
 
-@app.command()
+@app.command(cls=TakesOverrides)
 def plan(
-    config: Annotated[str, typer.Argument(help="A YAML config, or a run folder.")],
+    config: Annotated[str, typer.Argument(help="A YAML config, or a run folder.", autocompletion=complete_config)],
     overrides: Overrides = None,
     slice_names: Annotated[
         list[str] | None,
-        typer.Option("--slice", help="A TPU slice, like `v4-64`, or `local`: the device at hand. May be repeated."),
+        typer.Option("--slice", help="A TPU slice, like `v4-64`, or `local`: this machine. May be repeated."),
     ] = None,
     budget: Annotated[
         str | None, typer.Option(help="Rank slices that end within this time: `24h`, `90m`, `3d`.")
@@ -38,9 +38,9 @@ def plan(
     fresh: Annotated[bool, typer.Option("--fresh", help="Compile again what is in the cache.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Will it fit, how fast will it be, what will it cost? Compiles the very step for slices that nobody holds.
+    """Will it fit, how fast will it be, what will it cost? Compiles the very step for slices you don't have.
 
-    The TPU compiler needs no TPU (extra `plan`). Compiling takes a minute or so a slice; asking again is instant.
+    The TPU compiler needs no TPU (extra `plan`). Compiling takes about a minute per slice; asking again is instant.
 
     Examples: `tinypod plan trm/sudoku_mlp --slice v4-64 --slice v5p-32 batch_size=6144`,
     `tinypod plan trm/sudoku_mlp --budget 24h`, `tinypod plan demo --slice local --measure`.
@@ -48,9 +48,9 @@ def plan(
     names = [name.strip().lower() for name in slice_names or []]
     ranked = budget is not None or max_dollars is not None
     if not names and not ranked:
-        raise UserError("say for which hardware: --slice v4-64 (several may be given), --slice local, or --budget 24h")
+        raise UserError("name the hardware: --slice v4-64 (may be repeated), --slice local, or --budget 24h")
     if LOCAL in names and (ranked or len(names) > 1):
-        raise UserError("--slice local stands alone: without other slices, --budget or --dollars")
+        raise UserError("--slice local cannot be combined with other slices, --budget or --dollars")
     if measure and names != [LOCAL]:
         raise UserError("--measure runs steps, so it needs --slice local")
     hours = None if budget is None else parse_hours(budget)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tinypod.cli.shared import Overrides, app, console, load_config
+from tinypod.cli.shared import Overrides, TakesOverrides, app, console, load_config
 from tinypod.errors import UserError
 from tinypod.runs.terminal import say
 
@@ -19,7 +19,7 @@ app.add_typer(pod_app, name="pod")
 Spec = Annotated[str, typer.Argument(metavar="SPEC", help="A YAML file that says which slice; see examples/pod.yaml.")]
 ConfigFile = Annotated[str, typer.Argument(help="A YAML config or study, or the name of a shipped one.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the gcloud commands instead of running them.")]
-RunUrl = Annotated[str, typer.Option("--run", help="Where the run or the study lies: gs://BUCKET/FOLDER.")]
+RunUrl = Annotated[str, typer.Option("--run", help="Where the run or the study is stored: gs://BUCKET/FOLDER.")]
 
 
 @pod_app.command("up")
@@ -34,11 +34,13 @@ def up(spec: Spec, dry_run: DryRun = False) -> None:
     try:
         lifecycle.up(gcloud, console)
     except KeyboardInterrupt:
-        say(console, f"\nthe request stays: `tinypod pod up {spec}` waits on, `tinypod pod down {spec}` takes it back")
+        say(
+            console, f"\nthe request stays: `tinypod pod up {spec}` keeps waiting, `tinypod pod down {spec}` cancels it"
+        )
         raise typer.Exit(130) from None
 
 
-@pod_app.command("run")
+@pod_app.command("run", cls=TakesOverrides)
 def run(
     spec: Spec,
     config: ConfigFile,
@@ -49,7 +51,7 @@ def run(
     ] = False,
     down: Annotated[bool, typer.Option("--down", help="Delete the slice when the run has ended.")] = False,
     supervise: Annotated[
-        bool, typer.Option("--supervise", help="On the workers: start again after a crash, with nobody watching.")
+        bool, typer.Option("--supervise", help="On the workers: restart after a crash even when no one is watching.")
     ] = False,
     dry_run: DryRun = False,
 ) -> None:
@@ -78,7 +80,7 @@ def run(
     try:
         code = pod_run.keep() if keep and not dry_run else pod_run.once()
     except KeyboardInterrupt:
-        say(console, "\ndetached: the run goes on. The same command attaches again; `tinypod pod down` ends it")
+        say(console, "\ndetached: the run continues. Run this command again to attach; `tinypod pod down` ends it")
         raise typer.Exit(130) from None
     if dry_run:
         return
@@ -88,7 +90,7 @@ def run(
         lifecycle.delete(gcloud, state)
     elif state.phase == "ready":
         price = gcloud.spec.hourly_dollars
-        cost = "" if not price else f" and costs ${price:,.2f} an hour"
+        cost = "" if not price else f" and costs ${price:,.2f} per hour"
         say(console, f"{gcloud.spec.name} is still up{cost}; `tinypod pod down {spec}` deletes it", "yellow")
     raise typer.Exit(code)
 
@@ -97,7 +99,7 @@ def run(
 def logs(
     spec: Spec,
     worker: Annotated[int | None, typer.Option("--worker", min=0, help="Of this worker only.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the run has ended.")] = False,
 ) -> None:
     """What the workers have printed, each line with its worker's number."""
     import time
@@ -151,7 +153,7 @@ def down(
 ) -> None:
     """Delete the slice, and its request in the queue in whatever state: suspended and failed ones use up quota.
 
-    Training that is still going on is stopped first, so that it saves. Always asks, unless `--yes`.
+    Training that is still running is stopped first, so that it saves. Always asks, unless `--yes`.
     """
     from tinypod.pod import lifecycle
     from tinypod.pod.state import read_state
@@ -178,7 +180,7 @@ def down(
     say(console, f"deleted {', '.join(doomed)}")
 
 
-@pod_app.command("manifest")
+@pod_app.command("manifest", cls=TakesOverrides)
 def manifest(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -206,7 +208,7 @@ def manifest(
 
     if slurm:
         if not run:
-            raise UserError("--run: say where the run lies: a folder that all nodes see, or gs://BUCKET/FOLDER")
+            raise UserError("--run: say where the run is stored: a folder that all nodes see, or gs://BUCKET/FOLDER")
         apart = _job(config, overrides, run).apart  # says what is wrong with the config, too
         words = ["study", "run", config, *(overrides or []), f"--folder={run}", f"--workers={nodes}"]
         words = words if apart else ["train", config, *(overrides or []), f"--run={run}"]
@@ -251,8 +253,8 @@ def _check_run(run: str) -> None:
 
     if not run or not storage.is_remote(run):
         raise UserError(
-            f"--run {run or '(not given)'}: expected gs://BUCKET/FOLDER; all workers write there, and what lies on a "
-            "worker's own disk goes with it"
+            f"--run {run or '(not given)'}: expected gs://BUCKET/FOLDER; all workers write there, and a worker's "
+            "own disk is deleted with it"
         )
 
 

@@ -1,13 +1,20 @@
 """What the commands share: the app and its groups, the two consoles, options that several commands take."""
 
+import glob
+import os
+from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
+
+from tinypod.errors import UserError
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     help="Train tiny recursive reasoning models: one command for a laptop, a GPU or a TPU pod.",
@@ -26,6 +33,52 @@ app.add_typer(runs_app, name="runs")
 console = Console()
 errors = Console(stderr=True)
 
+
+class TakesOverrides(TyperCommand):
+    """A command with config keys among its arguments. Tells whoever writes one as an option how it is written."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        options = {name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)}
+        for text, following in pairwise([*args, ""]):
+            name, equals, value = text.partition("=")
+            if name.startswith("-") and name not in options and not ctx.resilient_parsing:
+                _teach_override(name, value if equals else following)
+        return super().parse_args(ctx, args)
+
+
+def _teach_override(option: str, value: str) -> None:
+    """An error if the option is called like a config key."""
+    from tinypod.config import known_keys, namesakes
+    from tinypod.experiment import ExperimentConfig
+
+    value = "..." if not value or value.startswith("-") else value
+    meant = namesakes(option.strip("-").replace("-", "_"), known_keys(ExperimentConfig))
+    if meant:
+        raise UserError(
+            f"{option} is not an option; config keys are written as key=value, without dashes: "
+            + " or ".join(f"{key}={value}" for key in meant)
+        )
+
+
+def _complete_paths(incomplete: str) -> list[str]:
+    """Folders and YAML files, as a shell would."""
+    found = sorted(glob.glob(f"{incomplete}*"))
+    return [
+        f"{path}/" if os.path.isdir(path) else path for path in found if os.path.isdir(path) or path.endswith(".yaml")
+    ]
+
+
+def complete_config(incomplete: str) -> list[str]:
+    from tinypod.config import recipes
+
+    return [*(name for name in recipes() if name.startswith(incomplete)), *_complete_paths(incomplete)]
+
+
+def complete_run(incomplete: str) -> list[str]:
+    runs = [str(path.parent) for path in sorted(Path("runs").glob("*/config.yaml"))]
+    return [path for path in runs if path.startswith(incomplete)] or _complete_paths(incomplete)
+
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -40,13 +93,15 @@ UseOverrides = Annotated[
         help="Config keys to use it with: `data.*`, `mesh.*`, `model.dtype`, `eval.batch_size`.",
     ),
 ]
-RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its gs:// URL.")]
+RunFolder = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run folder, or its gs:// URL.", autocompletion=complete_run)
+]
 WeightsOption = Annotated[
     Literal["ema", "live"] | None, typer.Option("--weights", help="Which weights; default: the config's eval.weights.")
 ]
 Processes = Annotated[
     int | None,
-    typer.Option(min=1, help="Rehearse a pod: so many processes on this machine's CPU, by the same code as on a pod."),
+    typer.Option(min=1, help="Rehearse a pod: this many processes on this machine's CPU, with the code of a pod."),
 ]
 DevicesPerProcess = Annotated[int, typer.Option(min=1, help="With --processes: CPU devices in each.")]
 Coordinator = Annotated[

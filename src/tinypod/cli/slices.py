@@ -5,14 +5,19 @@ from typing import Annotated
 import typer
 
 from tinypod.cli.shared import app, console
+from tinypod.errors import UserError
 
 
 @app.command()
 def slices(
-    name: Annotated[str | None, typer.Argument(help="One slice, like `v4-64`; default: all.")] = None,
-    chips: Annotated[int | None, typer.Option(help="Check a belief: so many chips.")] = None,
-    hosts: Annotated[int | None, typer.Option(help="Check a belief: so many hosts (workers, JAX processes).")] = None,
-    devices: Annotated[int | None, typer.Option(help="Check a belief: so many JAX devices.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="A slice, like `v4-64`, or a generation, like `v4`; default: all.")
+    ] = None,
+    chips: Annotated[int | None, typer.Option(help="Fail unless it has this many chips.")] = None,
+    hosts: Annotated[
+        int | None, typer.Option(help="Fail unless it has this many hosts (workers, JAX processes).")
+    ] = None,
+    devices: Annotated[int | None, typer.Option(help="Fail unless it has this many JAX devices.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of JSON objects.")] = False,
 ) -> None:
     """TPU slices: chips, hosts, what JAX sees, memory and speed.
@@ -24,9 +29,12 @@ def slices(
     from tinypod.planning import slices as table
     from tinypod.planning import slices_view
 
-    shown = table.all_slices() if name is None else [table.find_slice(name)]
-    if name is not None:
-        shown[0].check_claims(chips=chips, hosts=hosts, devices=devices)
+    shown = table.find_slices(name)
+    claims = {"chips": chips, "hosts": hosts, "devices": devices}
+    if len(shown) == 1:
+        shown[0].check_claims(**claims)
+    elif given := [f"--{claim}" for claim, value in claims.items() if value is not None]:
+        raise UserError(f"{' and '.join(given)}: say of which slice, like `tinypod slices v4-32 --hosts 4`")
     if as_json:
         print(json.dumps([slices_view.as_json(one) for one in shown]))
     else:

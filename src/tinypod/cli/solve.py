@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from tinypod.cli.shared import CheckpointOption, HaltSteps, RunFolder, UseOverrides, WeightsOption, app, console
+from tinypod.errors import UserError
 
 
 @app.command()
@@ -14,13 +15,13 @@ def solve(
     run: RunFolder,
     puzzle: Annotated[
         str | None,
-        typer.Argument(help="A puzzle in characters (`.` blank), or a file with one a line; default: a held-out one."),
+        typer.Argument(help="A puzzle in characters (`.` blank), or a file of them, one per line; default: held-out."),
     ] = None,
     overrides: UseOverrides = None,
     checkpoint: CheckpointOption = "best",
     weights: WeightsOption = None,
     halt_steps: HaltSteps = None,
-    every: Annotated[int, typer.Option(min=1, help="Show each so-many-th step.")] = 1,
+    every: Annotated[int, typer.Option(min=1, help="Show every Nth step.")] = 1,
     number: Annotated[
         int | None,
         typer.Option(min=0, help="Which held-out puzzle, when none is given; default: one first wrong, then refined."),
@@ -36,6 +37,8 @@ def solve(
     from tinypod import api
     from tinypod.solve import display, picture, stops
 
+    if svg is not None and not svg.parent.is_dir():  # before computing anything
+        raise UserError(f"--svg {svg}: there is no folder {svg.parent}")
     changes = list(overrides or [])
     if puzzle is not None and "=" in puzzle and not os.path.exists(puzzle):  # `solve RUN model.dtype=float32`
         changes, puzzle = [puzzle, *changes], None

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from tinypod.cli import shared
 from tinypod.cli.shared import console, errors, study_app
@@ -18,7 +19,7 @@ StudyFolder = Annotated[str, typer.Argument(metavar="FOLDER", help="The folder o
 Pack = Annotated[int | None, typer.Option(min=1, help="Runs in one program at most; 1: one run after another.")]
 
 
-@study_app.command()
+@study_app.command(cls=shared.TakesOverrides)
 def run(
     study: Annotated[str, typer.Argument(metavar="STUDY", help="A study file, or the name of a shipped one.")],
     overrides: shared.Overrides = None,
@@ -38,10 +39,11 @@ def run(
         int, typer.Option(min=1, help="Processes that share the study: each takes its part of the runs, and then more.")
     ] = 1,
 ) -> None:
-    """Train every run of a study, or go on where it was stopped.
+    """Train every run of a study, or resume where it was stopped.
 
     Runs that differ only in what is an argument of the step (seed, rates, decays, betas, warm-up, EMA decay,
-    exploration) train together in one compiled program. Ctrl-C saves all of them; the same command goes on.
+    exploration) train together in one compiled program. Ctrl-C saves all of them; run it again to
+    resume.
 
     The same command on several machines that see one folder, or one bucket, shares the runs among them: each trains
     some, and takes over those of a machine that is gone. `tinypod pod run` starts it so on every host of a slice.
@@ -55,20 +57,23 @@ def run(
     run_and_show(loaded, folder, pack, worker, workers)
 
 
-def run_and_show(study: "Study", folder: str | None, pack: int | None, worker: int = 0, workers: int = 1) -> None:
+def run_and_show(
+    study: "Study", folder: str | None, pack: int | None, worker: int = 0, workers: int = 1, quiet: bool = False
+) -> None:
     from tinypod.runs.folder import open_run
     from tinypod.study.claims import Worker
     from tinypod.study.run import run_study
     from tinypod.study.status import table
 
     place = open_run(folder or Path("studies") / study.name)
-    ended = run_study(study, place, console, most=pack, worker=Worker(worker, max(workers, worker + 1)))
+    output = Console(quiet=True) if quiet else console
+    ended = run_study(study, place, output, most=pack, worker=Worker(worker, max(workers, worker + 1)))
     if worker == 0:
         console.print(table(place.folder))
         if any(outcome.state in ("done", "stopped_early") for outcome in ended.outcomes):
             _write_report(place)
     if ended.stopped_by is not None:
-        console.print(f"stopped by {ended.stopped_by.name}; run the same command again to go on", highlight=False)
+        console.print(f"stopped by {ended.stopped_by.name}; run it again to resume", highlight=False)
         raise typer.Exit(128 + int(ended.stopped_by))
     if worker == 0 and any(outcome.state == "failed" for outcome in ended.outcomes):
         raise typer.Exit(UserError.exit_code)  # as for one run: starting it again does not help
@@ -128,7 +133,7 @@ def _write_report(place: "Run") -> None:
         console.print(f"also in {place}/report", highlight=False)
 
 
-@study_app.command()
+@study_app.command(cls=shared.TakesOverrides)
 def plan(
     study: Annotated[str, typer.Argument(metavar="STUDY", help="A study file, or the name of a shipped one.")],
     overrides: shared.Overrides = None,
@@ -138,7 +143,7 @@ def plan(
     ] = None,
     grant: Annotated[bool, typer.Option("--grant", help="Chips are free (TPU Research Cloud).")] = False,
 ) -> None:
-    """Runs, programs, hours and price of a study on a slice that nobody holds.
+    """Runs, programs, hours and price of a study on a slice you don't have.
 
     Example: `tinypod study plan studies/width --slice v4-64`
     """
@@ -148,7 +153,7 @@ def plan(
     from tinypod.study.plan import plan_study, summary, table
 
     if not slice_name:
-        raise UserError("say for which hardware: --slice v4-64")
+        raise UserError("name the hardware: --slice v4-64")
     loaded, target = load_study(study, overrides or []), find_slice(slice_name.strip().lower())
     found = plan_study(loaded, target, read_prices(prices_file, grant=grant), errors)
     console.print(table(found))

@@ -48,7 +48,7 @@ def weights_export(
         say(console, note)
 
 
-@weights_app.command("import")
+@weights_app.command("import", cls=shared.TakesOverrides)
 def weights_import(
     source: Annotated[
         str,
@@ -57,7 +57,7 @@ def weights_import(
             help="The TRM authors' PyTorch file; for a language model, a Hugging Face or packed folder, or a run.",
         ),
     ],
-    config: Annotated[str, typer.Argument(help="The config of that model.")],
+    config: Annotated[str, typer.Argument(help="The config of that model.", autocompletion=shared.complete_config)],
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run folder to make, local or gs://.")],
     overrides: shared.Overrides = None,
     adapter: Annotated[

@@ -41,7 +41,9 @@ class Child:
     process: subprocess.Popen[bytes]
     log: BinaryIO
     prefix: str
+    errors: dict[bytes, int]  # lines of error messages, and which process was the first to say them
     rest: bytes = b""
+    failing: bool = False
     ended_by_us: bool = False
 
     @property
@@ -180,7 +182,8 @@ def _run_together(
     """Without `grace_s` it is one process that is nobody's peer: its lines have no prefix."""
     log_folder.mkdir(parents=True, exist_ok=True)
     with interrupts() as signals, ExitStack() as stack:
-        children = []
+        children: list[Child] = []
+        errors: dict[bytes, int] = {}
         for index, environment in enumerate(environments):
             log = stack.enter_context(open(log_folder / f"process_{index}.log", "ab", buffering=0))
             process = subprocess.Popen(
@@ -192,7 +195,7 @@ def _run_together(
                 start_new_session=True,
             )
             stack.enter_context(process)
-            children.append(Child(index, process, log, "" if grace_s is None else f"[{index}] "))
+            children.append(Child(index, process, log, "" if grace_s is None else f"[{index}] ", errors))
             stack.callback(children[-1].kill)
             _write_log(children[-1], f"--- {datetime.now():%Y-%m-%d %H:%M:%S}, pid {process.pid}\n".encode())
         failures = _watch(children, signals, output, grace_s or 0.0)
@@ -277,7 +280,9 @@ def _write_log(child: Child, data: bytes) -> None:
 
 
 def _show(child: Child, line: bytes, output: Console) -> None:
-    if not NOISE.search(line):
+    child.failing |= line.startswith(b"error: ")
+    repeated = child.failing and child.errors.setdefault(line, child.index) != child.index
+    if not repeated and not NOISE.search(line):  # what is wrong in the same way in all of them is said once
         prefix = Text(child.prefix, style=COLOURS[child.index % len(COLOURS)])
         output.print(prefix + Text(line.decode(errors="replace")), soft_wrap=True)
 
@@ -295,8 +300,12 @@ def _report(failures: list[Child], children: list[Child], output: Console) -> No
         if first.exit_code > 128:  # else it has said itself what was wrong
             say(output, f"the process {first.end}", "bold red")
         return
+    where = f"each one's output is in {Path(first.log.name).parent}"
+    if len(failures) == len(children) > 1 and len({child.end for child in failures}) == 1:
+        say(output, f"all {len(failures)} processes {first.end}; {where}", "bold red")
+        return
     after = [f"process {child.index} {child.end}" for child in failures[1:]]
     ended = sum(child.ended_by_us for child in children)
     after += [f"ended the other {ended}"] if ended else []
     parts = "; ".join([f"process {first.index} {first.end}", *after])
-    say(output, f"{parts}; each one's output is in {Path(first.log.name).parent}", "bold red")
+    say(output, f"{parts}; {where}", "bold red")

@@ -13,8 +13,8 @@ from tinypod.runs.terminal import say
 KILLED = 128 + signal.SIGKILL
 GIVE_UP_AFTER_KILLS = 10
 HINT = (
-    "SIGKILL comes from outside the run: if nobody sent it, the kernel's OOM killer may be the reason (`dmesg` says "
-    "so), and the run needs more memory, or less batch"
+    "SIGKILL comes from outside the run: if you did not send it, the kernel's OOM killer may be the reason (`dmesg` "
+    "says so), and the run needs more memory or a smaller batch"
 )
 
 

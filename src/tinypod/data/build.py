@@ -40,6 +40,11 @@ def build_sudoku(
         raise UserError("--generate makes puzzles up: leave out --train-csv and --test-csv, or --generate")
     if clues is not None and not generate:
         raise UserError("--clues goes with --generate only: puzzles that are read keep their clues")
+    cells = sudoku.side_of(box) ** 2
+    if clues is not None and clues >= cells:
+        raise UserError(
+            f"--clues {clues}: with --box {box[0]}x{box[1]} a grid has {cells} cells; expected at most {cells - 1}"
+        )
     if (train_csv is None) != (test_csv is None):
         raise UserError("give both --train-csv and --test-csv, or neither")
     _warn_if_slow(box, console)

@@ -70,7 +70,7 @@ def _facts(goodput: Goodput) -> list[str]:
         hits = f", {goodput.cache_hits} of them from the cache" if goodput.cache_hits else ""
         lines.append(f"XLA: {goodput.compiles:,} compiles in {duration(goodput.compile_s)}{hits}")
     if goodput.step_bytes is not None:
-        lines.append(f"memory: the step needs {size(goodput.step_bytes)} a device")
+        lines.append(f"memory: the step needs {size(goodput.step_bytes)} per device")
     if goodput.peak_bytes is not None:
         lines.append(f"memory: the fullest device reached {size(goodput.peak_bytes)}")
     if goodput.hardware is not None:

@@ -42,7 +42,7 @@ class Rollbacks:
             self.skipped = [(int(entry["first_batch"]), int(entry["batches"])) for entry in self.done]
         except (ValueError, TypeError, KeyError) as error:
             raise UserError(
-                f"{self.path}: not a list of rollbacks ({error}); mend it, or remove it to forget them"
+                f"{self.path}: not a list of rollbacks ({error}); repair it, or remove it to forget them"
             ) from None
         self.in_a_row = 0  # steps that were not finite, up to the last one noted; a resumed run restores it
 

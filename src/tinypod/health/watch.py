@@ -43,7 +43,7 @@ _SAMPLES = 200  # step times that the percentiles are of
 _PUBLISH_INTERVAL_S = 30.0  # an object store takes about one write a second to one name, and bills each
 _LAST_WORDS_S = 10.0  # to say why, when even that may hang
 _WAITING_EXTRA_S = 60.0  # a barrier's own deadline names who is missing, so it passes first
-_RESUME = "Start the same command again: it resumes from the last checkpoint"
+_RESUME = "Run it again to resume from the last checkpoint"
 
 _TIMEOUTS: dict[Phase, str] = {
     "starting": "start_timeout_s",

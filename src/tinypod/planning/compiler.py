@@ -51,8 +51,8 @@ def compiler_version() -> str:
 def _missing(what: str) -> str:
     raise UserError(
         f"planning for TPU slices needs the TPU compiler ({what}): install the extra `plan`, pip install "
-        "'tinypod[plan]' (in a clone: pip install -e '.[plan]'). It needs no TPU. `--slice local` plans for the device "
-        "at hand without it"
+        "'tinypod[plan]' (in a clone: pip install -e '.[plan]'). It needs no TPU. `--slice local` plans for this "
+        "machine's device without it"
     )
 
 

@@ -54,7 +54,7 @@ def plan_here(
     device is probed."""
     config = changed(config, overrides)
     experiment = build(config, planned=True)
-    with Status(Text(f"compiling for the device at hand{with_overrides(overrides)}"), console=console):
+    with Status(Text(f"compiling for the device of this machine{with_overrides(overrides)}"), console=console):
         analysis, compiled = analyse(experiment)
     measured: dict[str, Any] = {}
     if measure and _fits(analysis, device_bytes()):

@@ -1,7 +1,7 @@
 """TPU slices: facts about hardware, as data. Nothing here needs a TPU or its compiler, with which a test compares it.
 
 A name counts different things: v4-64, v5p-64 and tpu7x-64 have 64 TensorCores, two to a chip; v5e-64 and v6e-64 have 64
-chips. JAX sees one device a chip, on tpu7x one a TensorCore.
+chips. JAX sees one device per chip, on tpu7x one per TensorCore.
 """
 
 import difflib
@@ -129,12 +129,21 @@ class Slice:
         each = "chip" if generation.devices_per_chip == 1 else "TensorCore"
         return (
             f"the {self.name.rpartition('-')[2]} in its name counts {named}; it has {self.chips} chips on {self.hosts} "
-            f"host{'s' if self.hosts > 1 else ''}, and JAX sees {self.devices} devices, one a {each}"
+            f"host{'s' if self.hosts > 1 else ''}, and JAX sees {self.devices} devices, one per {each}"
         )
 
 
 def all_slices() -> list[Slice]:
     return [_make(generation, size) for generation, sizes in _TOPOLOGIES.items() for size in sorted(sizes)]
+
+
+def find_slices(name: str | None) -> list[Slice]:
+    """All of them, those of a generation (v4), or one (v4-64)."""
+    kind = None if name is None else name.strip().lower()
+    kind = _ALIASES.get(kind or "", kind)
+    if name is not None and kind not in GENERATIONS:
+        return [find_slice(name)]
+    return [one for one in all_slices() if kind in (None, one.generation.name)]
 
 
 def find_slice(name: str) -> Slice:
@@ -144,7 +153,7 @@ def find_slice(name: str) -> Slice:
     if kind not in _TOPOLOGIES:
         near = difflib.get_close_matches(f"{kind}-{size}", [known.name for known in all_slices()], n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else f"generations: {', '.join(_TOPOLOGIES)}"
-        raise UserError(f"{name}: no such TPU slice; {hint} `tinypod slices` lists them all")
+        raise UserError(f"{name}: no such TPU slice; {hint} (`tinypod slices` lists them all)")
     if not size.isdecimal() or int(size) not in _TOPOLOGIES[kind]:
         sizes = ", ".join(f"{kind}-{known}" for known in sorted(_TOPOLOGIES[kind]))
         raise UserError(f"{name}: no such TPU slice; {kind} comes as {sizes}")

@@ -11,7 +11,7 @@ from tinypod.planning.slices import GB, GIB, TERA, Slice
 
 def render(shown: Sequence[Slice]) -> RenderableType:
     chips = Table(title="One chip", title_justify="left")
-    for column in ("TPU", "HBM GiB", "usable GiB a device", "bf16 TFLOP/s", "HBM GB/s", "ICI GB/s one way"):
+    for column in ("TPU", "HBM GiB", "usable GiB per device", "bf16 TFLOP/s", "HBM GB/s", "ICI GB/s one way"):
         chips.add_column(column, justify="left" if column == "TPU" else "right")
     for chip in dict.fromkeys(one.generation for one in shown):
         links = "not known" if chip.ici_link is None else f"{chip.ici_links} × {chip.ici_link / GB:.0f}"

@@ -18,7 +18,7 @@ from tinypod.sharding import describe_mesh
 WIDTH = 136  # that the tables need; narrower terminals wrap lines, but lose no digit
 METHOD = (
     "Step times: the TPU compiler's own estimates of its kernels' cycles, never below their roofline; exchange between "
-    "chips is added as if nothing overlapped it. No TPU was at hand to compare them with (docs/performance.md)."
+    "chips is added as if nothing overlapped it. They have not been compared with a TPU yet (docs/performance.md)."
 )
 ROOFLINE = "Step times: kernel after kernel, each at the one of the two probed speeds that limits it."
 
@@ -41,7 +41,7 @@ def _sources(plan: Plan) -> list[str]:
     probe = plan.probe
     notes = [f"probed {probe.flops / 1e12:.3g} TFLOP/s in products, {probe.bandwidth / 1e9:.3g} GB/s"]
     if plan.measured_s is not None:
-        speed = f"{milliseconds(plan.measured_s)} ms a step, {plan.batch_size / plan.measured_s:,.0f} examples/s"
+        speed = f"{milliseconds(plan.measured_s)} ms per step, {plan.batch_size / plan.measured_s:,.0f} examples/s"
         notes.append(f"measured {speed}; predicted / measured {plan.ratio:.2f}")
     if plan.measured_peak_bytes is not None:
         notes.append(f"measured peak memory {plan.measured_peak_bytes / GIB:,.2f} GiB")
@@ -56,7 +56,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _summary(plans: Sequence[Plan], priced: bool) -> Table:
-    columns = ("slice", "mesh", "rows a device", "HBM GiB", "step ms", "bound", "examples/s", "hours")
+    columns = ("slice", "mesh", "rows per device", "HBM GiB", "step ms", "bound", "examples/s", "hours")
     table = _table("Plan", *columns, *("on demand", "spot") * priced)
     for plan in plans:
         red, needed = "" if plan.fits else "bold red", f"{plan.analysis.memory.needed / GIB:.2f}"
@@ -122,14 +122,14 @@ def _exchange(one: Exchange) -> str:
 def too_large(plan: Plan) -> str:
     """For a plan that does not fit: by how much, and what would."""
     needed, there, proposal = plan.analysis.memory.needed, plan.usable_bytes, plan.proposal
-    what = f"{plan.slice}: needs at least {needed / GIB:.2f} GiB a device"  # the compiler did not say more
+    what = f"{plan.slice}: needs at least {needed / GIB:.2f} GiB per device"  # the compiler did not say more
     if there is not None and needed > there:
         over = f"{(needed - there) / GIB:.2f} too much"
-        what = f"{plan.slice}: needs {needed / GIB:.2f} GiB of {there / GIB:.2f} a device, {over}"
+        what = f"{plan.slice}: needs {needed / GIB:.2f} GiB of {there / GIB:.2f} per device, {over}"
     if proposal is None or proposal.prediction is None:
         return f"{what}; no cut of the batch, rematerialisation or FSDP that was tried fits: take a larger slice"
     less, step = proposal.analysis.memory.needed / GIB, milliseconds(proposal.prediction.step_s)
-    return f"{what}; fits with {' '.join(proposal.overrides)}: {less:.2f} GiB, {step} ms a step"
+    return f"{what}; fits with {' '.join(proposal.overrides)}: {less:.2f} GiB, {step} ms per step"
 
 
 def ranking(ranked: Ranking, prices: Prices) -> RenderableType:

@@ -167,8 +167,7 @@ class PodRun:
     def _deleted(self) -> UserError:
         """By `pod down`, or by hand: then nobody wants another one."""
         return UserError(
-            f"{self.spec.name}: somebody deleted the slice, so it is not asked for again. The run can be resumed: "
-            "start the same command"
+            f"{self.spec.name}: somebody deleted the slice, so it is not asked for again. Run it again to resume"
         )
 
     def _gives_up(self, outcome: Outcome, now: _Patience) -> bool:
@@ -226,7 +225,7 @@ class PodRun:
         self._delete("the spending limit is reached")
         raise SpendingLimit(
             f"{self.run}: spent {self.spending.describe()}; the slice is deleted, and the run can be resumed. Raise "
-            "spending_limit_dollars to go on"
+            "spending_limit_dollars to continue"
         )
 
     # Starting and watching.
@@ -260,8 +259,8 @@ class PodRun:
             return
         say(
             self.console,
-            f"started {self.run} on {self.workers.count} workers of {self.spec.name}. It goes on without this command: "
-            f"Ctrl-C detaches, the same command attaches again. Logs: {self.logs}",
+            f"started {self.run} on {self.workers.count} workers of {self.spec.name}. It continues without this "
+            f"command: Ctrl-C detaches, running it again attaches. Logs: {self.logs}",
         )
 
     def _watch(self) -> Outcome:

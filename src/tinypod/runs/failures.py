@@ -44,7 +44,7 @@ def not_saved(folder: epath.Path, error: Exception, latest: int | None) -> Stora
     kept = "there is no complete one yet" if latest is None else f"the latest complete one is step {latest}"
     return StorageError(
         f"{folder}: saving a checkpoint failed: {storage.reason(folder, error)}; {kept}. "
-        "Free some space or mend the folder; a run that has ended resumes with the same command"
+        "Free some space or repair the folder; if the run has ended, run it again to resume"
     )
 
 

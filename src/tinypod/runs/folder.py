@@ -169,6 +169,8 @@ def _time(heartbeat: bytes) -> float:
 def open_run(target: str | Path) -> Run:
     """A run by its folder, or by its URL with a working folder in this user's cache."""
     if not storage.is_remote(target):
+        if Path(target).is_file():
+            raise UserError(f"{target} is a file, and a run is a folder")
         return Run(Path(target))
     url = storage.url_of(target)
     folder = storage.cache_folder("runs", url)
@@ -201,8 +203,10 @@ def run_to_train(config: str | Path, run: str | Path | None) -> Run:
     path = Path(config)
     if run is not None or storage.is_remote(config):
         return open_run(run or config)
+    if (path / CONFIG).is_file():  # else a folder is no run: `demo` is the recipe, also beside a folder of that name
+        return open_run(path)
     of_a_run = path.name == CONFIG and (path.parent / CHECKPOINTS).is_dir()
-    return open_run(path if path.is_dir() else path.parent if of_a_run else Path("runs") / path.stem)
+    return open_run(path.parent if of_a_run else Path("runs") / path.stem)
 
 
 @contextmanager

@@ -77,10 +77,10 @@ def _warning_sentences(analysis: Analysis) -> list[str]:
         found.append(f"Ended, but left out of the means: {_runs(len(left_out))} ({_listed(left_out)}).")
     if early := sum(run.outcome.state == "stopped_early" for run in analysis.runs):
         found.append(
-            f"Stopped early by rule, and in the means with the last evaluation before the stop: {_runs(early)}."
+            f"Stopped early by a rule, and in the means with the last evaluation before the stop: {_runs(early)}."
         )
     if unfinished := sum(not run.ended for run in analysis.runs):
-        found.append(f"Not ended yet: {_runs(unfinished)}. The study goes on, and its answers may change.")
+        found.append(f"Not ended yet: {_runs(unfinished)}. The study is still running, and its answers may change.")
     return found
 
 

@@ -147,7 +147,7 @@ def table(found: StudyPlan) -> Table:
     target = found.target
     hosts = f", {target.hosts} hosts" if target.hosts > 1 else ""
     shown = Table(title=f"{found.study.name} on {target.name} ({target.devices} devices{hosts})", title_justify="left")
-    for column in ("runs", "like", "packs of", "a device", "GiB", "ms a step", "host hours" if hosts else "hours"):
+    for column in ("runs", "like", "packs of", "a device", "GiB", "ms per step", "host hours" if hosts else "hours"):
         shown.add_column(column, justify="left" if column == "like" else "right")
     for shape in found.shapes:
         step_s, times = shape.plan.step_s, max(shape.a_device, 1)

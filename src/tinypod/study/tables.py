@@ -260,7 +260,7 @@ def _power_law(scaling: Scaling) -> list[str]:
     if fit is None:
         return [numbers.NONE, numbers.NONE, f"fewer than {MIN_LEVELS} sizes with a result"]
     left_out = f"; {scaling.num_left_out} runs at 0 or below left out" if scaling.num_left_out else ""
-    says = {None: "one seed a size: not tested", True: "bends", False: "yes, within what seeds explain"}
+    says = {None: "one seed per size: not tested", True: "bends", False: "yes, within what seeds explain"}
     word = says[None if fit.bends_p is None else fit.bends]
     return [numbers.between(fit.exponent), numbers.significant(fit.scale), word + left_out]
 

@@ -144,7 +144,7 @@ def render(quantised: Quantised) -> RenderableType:
     lines = [f"{bits_per_weight:.2f} bits per weight of the linear layers, with scales in float16"]
     if fidelity:
         lines.append(
-            f"KL from the source's distribution to this one's: {fidelity.divergence:.4f} nats a token, over "
+            f"KL from the source's distribution to this one's: {fidelity.divergence:.4f} nats per token, over "
             f"{fidelity.tokens:,} held-out tokens"
         )
     elif quantised.without:

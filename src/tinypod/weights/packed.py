@@ -103,7 +103,7 @@ def write(folder: Path, config: Qwen3Config, params: Params, dtype: Dtype = "flo
     }
     replace_file(folder / ABOUT, (json.dumps(about, indent=2) + "\n").encode(), durable=True)
     return (
-        f"{size(total)}: {8 * in_linears / weights:.2f} bits a weight in the linear layers ({weights:,} weights), "
+        f"{size(total)}: {8 * in_linears / weights:.2f} bits per weight in the linear layers ({weights:,} weights), "
         f"{8 * total / (weights + others):.2f} in all"
     )
 
