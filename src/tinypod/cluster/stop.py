@@ -1,5 +1,9 @@
 """Stopping a run well: all its processes after the same step, with a checkpoint.
 
+Ctrl-C is answered at once. Python runs its handlers in the main thread only, and not while that waits for a compiler,
+which may take minutes. So a thread of our own reads the numbers of the signals that came from a pipe, into which
+Python's part in C writes them the moment they come (signal.set_wakeup_fd).
+
 SIGTERM never skips the save, however often it comes: schedulers send it to a supervisor and its children at once, and
 the supervisor passes its own on. Only a second SIGINT does, which is a person at a terminal who does not want to wait.
 """
@@ -8,6 +12,7 @@ import itertools
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +24,26 @@ from jax._src import distributed as jax_distributed  # private: the preemption s
 from tinypod.cluster.agreement import Cluster
 
 NOTIFIER_S = 2.0
-STOPPING = "stopping after this step, then saving a checkpoint; Ctrl-C once more ends at once, without one"
+# By the phase that it comes in (health.watch): what is waited for.
+_WAITS = {
+    "starting": "stopping once the start is over",
+    "data": "stopping once the data are read",
+    "restoring": "stopping once the checkpoint is read",
+    "compiling": "stopping once the compiler is done, which cannot be interrupted",
+    "waiting": "stopping once the other processes are here",
+    "stepping": "stopping after this step, then saving a checkpoint",
+    "evaluating": "stopping in the middle of the evaluation, then saving step {step:,}",
+    "evaluating all": "stopping after this evaluation, then saving step {step:,} of every run",
+    "saving": "stopping once step {step:,} is saved",
+    "closing": "stopping already: closing the logs, step {step:,} is saved",
+    "ending": "ending already, step {step:,} is saved",
+}
+
+
+def answer(phase: str, step: int, saved: int) -> str:
+    """To Ctrl-C: what it waits for, and what a second one would do. `saved`: the last step that is on disk."""
+    lost = f"and loses what came after step {saved:,}" if step > saved else "and loses nothing"
+    return f"{_WAITS[phase].format(step=step)}; Ctrl-C again ends at once {lost}"
 
 
 class Preemption:
@@ -54,13 +78,13 @@ class Preemption:
 class Stop:
     """Whether the run was asked to end: by a signal, or by a notice of preemption to any of its processes.
 
-    `say` is called from the handler of the first SIGINT, wherever the process is at that moment.
+    `say` is called with `answer()` at the first SIGINT, from a thread, wherever the process is at that moment.
     """
 
     cluster: Cluster = field(default_factory=Cluster)
     by: signal.Signals | None = None
     say: Callable[[str], None] = lambda text: None
-    interrupted: bool = False
+    answer: Callable[[], str] = lambda: "stopping; Ctrl-C again ends at once"
     agreed_at: float = -math.inf
 
     def requested(self) -> bool:
@@ -74,23 +98,32 @@ class Stop:
 
     def note(self, number: int, _: object) -> None:
         """The handler of SIGINT and SIGTERM in a process of its own."""
-        if number == signal.SIGINT:
-            self._interrupt()
         self.by = self.by or signal.Signals(number)
 
     def tell_all(self, number: int, _: object) -> None:
         """The handler of SIGINT in a cluster: the others hear of it as of a SIGTERM."""
-        self._interrupt()
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def _interrupt(self) -> None:
-        if self.interrupted:
-            os._exit(128 + signal.SIGINT)  # an exception raised inside the compiler would crash it
-        self.interrupted = True
-        try:
-            self.say(STOPPING)
-        except Exception:  # a stream that the signal met in the middle of a line refuses another one
-            os.write(2, f"{STOPPING}\n".encode())
+    def _tell(self) -> None:
+        self.say(self.answer())
+
+    def _listen(self, pipe: int) -> None:
+        """The thread: reads a byte for each signal; the pipe's end is its own."""
+        interrupts = 0
+        while came := os.read(pipe, 64):
+            for _ in range(came.count(signal.SIGINT)):
+                interrupts += 1
+                if interrupts > 1:
+                    _restore_cursor()
+                    os._exit(128 + signal.SIGINT)  # an exception raised inside the compiler would crash it
+                # Apart: a screen that hangs must not keep the second one from being heard.
+                threading.Thread(target=self._tell, name="tinypod-answer", daemon=True).start()
+
+
+def _restore_cursor() -> None:
+    """A live line has hidden it."""
+    if os.isatty(1):
+        os.write(1, b"\x1b[?25h\r\n")
 
 
 @contextmanager
@@ -107,6 +140,11 @@ def stop_on_signals(cluster: Cluster, say: Callable[[str], None] = lambda text: 
     handlers = {signal.SIGINT: stop.note, signal.SIGTERM: stop.note}
     if cluster.count > 1:
         handlers = {signal.SIGINT: stop.tell_all}
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    listener = threading.Thread(target=stop._listen, args=(reading,), name="tinypod-signals", daemon=True)
+    listener.start()
+    woken = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield stop
@@ -117,3 +155,7 @@ def stop_on_signals(cluster: Cluster, say: Callable[[str], None] = lambda text: 
         for number, handler in previous.items():
             if number == signal.SIGINT or stop.by is None:  # one that stopped is still to end, whoever is impatient
                 signal.signal(number, handler)
+        signal.set_wakeup_fd(woken)
+        os.close(writing)
+        listener.join()
+        os.close(reading)
