@@ -239,6 +239,8 @@ def _restore(attempt: Attempt, from_step: int | None) -> tuple[Saver, RunLog, Re
     saver = Saver(run, experiment, cluster, console, scores)
     log = RunLog(run, experiment, scores, primary=cluster.is_primary)
     step = saver.latest() if from_step is None else from_step
+    doing = "making the first state" if step is None else f"reading the checkpoint of step {step:,}"
+    attempt.progress.detail("restoring", doing)
     if step is None:
         return saver, log, saver.begin()
     _check_config(attempt, step, finished=False)  # which keys differ says more than which arrays

@@ -1,8 +1,6 @@
 """Stopping a run well: all its processes after the same step, with a checkpoint.
 
-Ctrl-C is answered at once. Python runs its handlers in the main thread only, and not while that waits for a compiler,
-which may take minutes. So a thread of our own reads the numbers of the signals that came from a pipe, into which
-Python's part in C writes them the moment they come (signal.set_wakeup_fd).
+Ctrl-C is answered at once (`interrupts.py`): what it waits for, and what a second one would do.
 
 SIGTERM never skips the save, however often it comes: schedulers send it to a supervisor and its children at once, and
 the supervisor passes its own on. Only a second SIGINT does, which is a person at a terminal who does not want to wait.
@@ -12,7 +10,6 @@ import itertools
 import math
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,13 +19,14 @@ from typing import Any
 from jax._src import distributed as jax_distributed  # private: the preemption service has no public door
 
 from tinypod.cluster.agreement import Cluster
+from tinypod.cluster.interrupts import heard
 
 NOTIFIER_S = 2.0
 # By the phase that it comes in (health.watch): what is waited for.
 _WAITS = {
     "starting": "stopping once the start is over",
     "data": "stopping once the data are read",
-    "restoring": "stopping once the checkpoint is read",
+    "restoring": "stopping once the state to begin with is there",
     "compiling": "stopping once the compiler is done, which cannot be interrupted",
     "waiting": "stopping once the other processes are here",
     "stepping": "stopping after this step, then saving a checkpoint",
@@ -76,15 +74,11 @@ class Preemption:
 
 @dataclass
 class Stop:
-    """Whether the run was asked to end: by a signal, or by a notice of preemption to any of its processes.
-
-    `say` is called with `answer()` at the first SIGINT, from a thread, wherever the process is at that moment.
-    """
+    """Whether the run was asked to end: by a signal, or by a notice of preemption to any of its processes."""
 
     cluster: Cluster = field(default_factory=Cluster)
     by: signal.Signals | None = None
-    say: Callable[[str], None] = lambda text: None
-    answer: Callable[[], str] = lambda: "stopping; Ctrl-C again ends at once"
+    answer: Callable[[], str] = lambda: "stopping; Ctrl-C again ends at once"  # to the first SIGINT
     agreed_at: float = -math.inf
 
     def requested(self) -> bool:
@@ -104,31 +98,11 @@ class Stop:
         """The handler of SIGINT in a cluster: the others hear of it as of a SIGTERM."""
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def _tell(self) -> None:
-        self.say(self.answer())
-
-    def _listen(self, pipe: int) -> None:
-        """The thread: reads a byte for each signal; the pipe's end is its own."""
-        interrupts = 0
-        while came := os.read(pipe, 64):
-            for _ in range(came.count(signal.SIGINT)):
-                interrupts += 1
-                if interrupts > 1:
-                    _restore_cursor()
-                    os._exit(128 + signal.SIGINT)  # an exception raised inside the compiler would crash it
-                # Apart: a screen that hangs must not keep the second one from being heard.
-                threading.Thread(target=self._tell, name="tinypod-answer", daemon=True).start()
-
-
-def _restore_cursor() -> None:
-    """A live line has hidden it."""
-    if os.isatty(1):
-        os.write(1, b"\x1b[?25h\r\n")
-
 
 @contextmanager
 def stop_on_signals(cluster: Cluster, say: Callable[[str], None] = lambda text: None) -> Iterator[Stop]:
     """SIGINT and SIGTERM end the run after the current step, with a checkpoint; a second SIGINT ends it at once.
+    `say` is called from a thread, with the answer to the first SIGINT.
 
     In a cluster SIGTERM belongs to JAX: since `start`, a handler of its own in C++ notes it, broadcasts it
     within a second, and lets them agree on the call of `requested` at which all stop. A handler of Python's here would
@@ -136,18 +110,14 @@ def stop_on_signals(cluster: Cluster, say: Callable[[str], None] = lambda text: 
     maintenance and preemption by SIGTERM, too (for TPU VMs made with autocheckpoint on): SIGTERM is tested with real
     processes, the notice of a real TPU is not.
     """
-    stop = Stop(cluster, say=say)
+    stop = Stop(cluster)
     handlers = {signal.SIGINT: stop.note, signal.SIGTERM: stop.note}
     if cluster.count > 1:
         handlers = {signal.SIGINT: stop.tell_all}
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    listener = threading.Thread(target=stop._listen, args=(reading,), name="tinypod-signals", daemon=True)
-    listener.start()
-    woken = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        yield stop
+        with heard(lambda: say(stop.answer())):
+            yield stop
     finally:
         # A SIGTERM of this process's own may have come just before: JAX's notifier sees it within a second, and crashes
         # if that is during the shutdown. A save usually takes longer anyway.
@@ -155,7 +125,3 @@ def stop_on_signals(cluster: Cluster, say: Callable[[str], None] = lambda text: 
         for number, handler in previous.items():
             if number == signal.SIGINT or stop.by is None:  # one that stopped is still to end, whoever is impatient
                 signal.signal(number, handler)
-        signal.set_wakeup_fd(woken)
-        os.close(writing)
-        listener.join()
-        os.close(reading)

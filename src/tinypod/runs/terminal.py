@@ -30,7 +30,7 @@ _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _PHASES = {
     "starting": "starting",
     "data": "reading the data",
-    "restoring": "reading the checkpoint",
+    "restoring": "looking for a checkpoint",
     "compiling": "compiling",
     "waiting": "waiting for the other processes",
     "closing": "closing the logs",
