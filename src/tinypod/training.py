@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import Console
 
 from tinypod.cluster.agreement import Cluster
-from tinypod.cluster.stop import Stop, stop_on_signals
+from tinypod.cluster.stop import Stop, answer, stop_on_signals
 from tinypod.errors import ConfigError, DeadlineError, DeviceMemoryError, NonFiniteError, RecompileError
 from tinypod.evaluate import Evaluator
 from tinypod.experiment import Experiment, ExperimentConfig, build
@@ -40,7 +40,7 @@ from tinypod.runs.metrics import MetricsLog, Stopwatch
 from tinypod.runs.profiling import Profiler
 from tinypod.runs.run_log import RunLog, read_scores
 from tinypod.runs.saver import Restored, Saver
-from tinypod.runs.terminal import TrainingProgress, say, size, warn
+from tinypod.runs.terminal import TrainingProgress, duration, say, size, warn
 from tinypod.sharding import describe_mesh, num_batch_shards
 from tinypod.step import TrainState, evaluation_params
 
@@ -71,6 +71,7 @@ class Attempt(NamedTuple):
     health: Health
     guard: CompileGuard
     stop: Stop
+    progress: TrainingProgress
 
 
 def train(
@@ -112,8 +113,10 @@ def train(
             CompileGuard(lambda: health.current, on_recompile, lambda text: warn(console, text))
         )
         stop = stack.enter_context(stop_on_signals(cluster, lambda text: say(console, text)))
+        metric = experiment.task.headline[0]
+        progress = stack.enter_context(TrainingProgress(console, config.steps, metric, health.doing))
         try:
-            attempt = Attempt(experiment, run, console, cluster, health, guard, stop)
+            attempt = Attempt(experiment, run, console, cluster, health, guard, stop, progress)
             outcome = _train(attempt, from_step, profile, ends)
         except jax.errors.JaxRuntimeError as error:
             if is_out_of_memory(error):
@@ -130,7 +133,7 @@ def train(
 
 
 def _train(attempt: Attempt, from_step: int | None, profile: tuple[int, int] | None, ends: Ends | None) -> Outcome:
-    experiment, run, console, cluster, health, guard, stop = attempt
+    experiment, run, console, cluster, health, guard, stop, progress = attempt
     config, task = experiment.config, experiment.task
 
     with health.phase("data"):
@@ -140,6 +143,7 @@ def _train(attempt: Attempt, from_step: int | None, profile: tuple[int, int] | N
     with health.phase("restoring"):
         saver, log, (state, bad_steps) = _restore(attempt, from_step)
         step = int(state.step)
+        stop.answer = lambda: answer(health.doing()[0], health.step, saver.checkpoints.complete(health.step))
         rollbacks = Rollbacks(run.folder, config.nonfinite, cluster, config.health.start_timeout_s)
         rollbacks.in_a_row = bad_steps
     outcome = Outcome(experiment, step, best=saver.best())
@@ -164,15 +168,15 @@ def _train(attempt: Attempt, from_step: int | None, profile: tuple[int, int] | N
         with health.phase("compiling"):
             train_step, check_replicas = _compile(attempt, state, feed(rollbacks.number(step)), evaluator, saver)
         settings = experiment.put_settings()
-        progress = stack.enter_context(TrainingProgress(console, step, config.steps, task.headline[0]))
         profiler = stack.enter_context(Profiler(run.folder, cluster.index, profile))
         stack.enter_context(health.phase("stepping"))
         guard.warm()
         pending: list[dict[str, jax.Array]] = []
         watch = Stopwatch()
+        progress.begin(step)
 
-        if step == config.steps:  # a stop came during the last evaluation
-            _evaluate(attempt, evaluator, state, outcome, log, progress)
+        if step == config.steps and not stop.requested():  # a stop came during the last evaluation
+            _evaluate(attempt, evaluator, state, outcome, log)
         while step < config.steps and not stop.requested() and outcome.ended is None:
             number = rollbacks.number(step)
             inputs = experiment.put(np.int32(number)), feed(number)
@@ -190,7 +194,7 @@ def _train(attempt: Attempt, from_step: int | None, profile: tuple[int, int] | N
 
             logging, evaluating, saving = _due(config, step, saver)
             if logging or evaluating or saving:
-                bad = _log(attempt, step, pending, watch, rollbacks, log, progress)
+                bad = _log(attempt, step, pending, watch, rollbacks, log)
                 if bad is not None:
                     state = _roll_back(attempt, saver, rollbacks, log, bad, step)
                     outcome.step = step = int(state.step)
@@ -201,18 +205,20 @@ def _train(attempt: Attempt, from_step: int | None, profile: tuple[int, int] | N
                 check_replicas(state.params)
             _check_compiles(attempt, saver, log, state, step, rollbacks.in_a_row)
             with watch.pause():
-                improved = evaluating and _evaluate(attempt, evaluator, state, outcome, log, progress)
+                improved = evaluating and _evaluate(attempt, evaluator, state, outcome, log)
                 if evaluating and ends is not None and step < config.steps and not stop.requested():
                     why = ends(step, outcome.evaluation) if cluster.is_primary else None
                     outcome.ended = cluster.broadcast("ended", why, config.health.restore_timeout_s)
                 # Among steps that were not finite nothing is saved: a rollback needs what came before them.
                 if (saving or improved) and not rollbacks.in_a_row:
+                    progress.detail("saving", f"saving step {step:,}")
                     with health.phase("saving"):
                         saver.save(state, step, 0, log.flush)
 
         outcome.stopped_by = stop.by
+        progress.detail("saving", f"saving step {step:,}")
         with health.phase("saving"):
-            _log(attempt, step, pending, watch, rollbacks, log, progress)
+            _log(attempt, step, pending, watch, rollbacks, log)
             saver.finish(state, step, rollbacks.in_a_row, log.flush, health.beat)
         guard.check()
     return outcome
@@ -236,6 +242,8 @@ def _restore(attempt: Attempt, from_step: int | None) -> tuple[Saver, RunLog, Re
     saver = Saver(run, experiment, cluster, console, scores)
     log = RunLog(run, experiment, scores, primary=cluster.is_primary)
     step = saver.latest() if from_step is None else from_step
+    doing = "making the first state" if step is None else f"reading the checkpoint of step {step:,}"
+    attempt.progress.detail("restoring", doing)
     if step is None:
         return saver, log, saver.begin()
     _check_config(attempt, step, finished=False)  # which keys differ says more than which arrays
@@ -283,12 +291,13 @@ def _compile(attempt: Attempt, state: TrainState, feed: Any, evaluator: Evaluato
     replicas. Processes whose compilers differ in speed meet here: Gloo's own patience ends after 30 s."""
     experiment, _, console, cluster, health, *_ = attempt
     began = time.perf_counter()
-    with console.status("compiling the step"):
-        train_step = experiment.compile_step(feed)
+    attempt.progress.detail("compiling", "compiling the step")
+    train_step = experiment.compile_step(feed)
     needed = step_bytes(train_step)
     memory = "" if needed is None else f"; it needs {size(needed)} per device"
-    say(console, f"compiled the step in {time.perf_counter() - began:.1f} s{memory}")
-    with console.status("compiling the evaluation"):
+    say(console, f"compiled the step in {duration(time.perf_counter() - began)}{memory}")
+    if not attempt.stop.requested():  # else there is none
+        attempt.progress.detail("compiling", "compiling the evaluation")
         evaluator.compile(evaluation_params(state.params, state.ema, experiment.config.eval.weights))
     saver.checkpoints.prepare(experiment.abstract_state)
     check_replicas = make_replica_check(experiment.mesh, experiment.specs)
@@ -320,7 +329,6 @@ def _log(
     watch: Stopwatch,
     rollbacks: Rollbacks,
     log: RunLog,
-    progress: TrainingProgress,
 ) -> BadSteps | None:
     """The only transfer from the device in the loop; waits for it. Returns the steps that ask for a rollback."""
     if not pending:
@@ -331,7 +339,7 @@ def _log(
     attempt.health.timed(len(fetched), seconds)
     record = training_record(attempt.experiment, fetched, seconds)
     log.write(step, record)
-    progress.trained(step, record)
+    attempt.progress.trained(step, record)
     return rollbacks.note(step - len(fetched), [bool(part["skipped"]) for part in fetched])
 
 
@@ -361,14 +369,19 @@ def _evaluate(
     state: TrainState,
     outcome: Outcome,
     log: RunLog,
-    progress: TrainingProgress,
 ) -> bool:
     """Whether the scores are the best so far; not if a stop came meanwhile: what time is left is for saving."""
 
     class Stopped(Exception):
         pass
 
-    def check(_: int) -> None:
+    progress, scored = attempt.progress, 0
+    progress.detail("evaluating", f"evaluating 0/{evaluator.rows:,}")
+
+    def check(rows: int) -> None:
+        nonlocal scored
+        scored += rows
+        progress.detail("evaluating", f"evaluating {scored:,}/{evaluator.rows:,}")
         attempt.health.beat()
         if attempt.stop.requested():
             raise Stopped

@@ -9,12 +9,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from test_startup import cluster, results, wait_for
 
 from fixtures import PROGRAMS
-from tinypod.cluster.stop import Stop
+from tinypod.cluster.stop import answer
+from tinypod.health.watch import Phase
 
 
 @contextmanager
@@ -39,9 +41,7 @@ def test_alone_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
         wait_for((tmp_path / "saving").exists)
         assert (tmp_path / "saving").read_text() == "1 SIGINT"
         assert process.stdout is not None
-        assert process.stdout.readline() == (
-            "said: stopping after this step, then saving a checkpoint; Ctrl-C once more ends at once, without one\n"
-        )
+        assert process.stdout.readline() == "said: stopping; Ctrl-C again ends at once\n"
         process.send_signal(signal.SIGTERM)  # does not count as the second one
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=300) == 130
@@ -67,14 +67,10 @@ def test_alone_sigterm_never_skips_the_save(tmp_path: Path) -> None:
     assert (tmp_path / "saved").exists()
 
 
-def test_words_that_fail_in_the_handler_are_written_plainly(capfd: pytest.CaptureFixture[str]) -> None:
-    def say(_: str) -> None:
-        raise RuntimeError("reentrant call")
-
-    stop = Stop(say=say)
-    stop.note(signal.SIGINT, None)
-    assert stop.by is signal.SIGINT
-    assert capfd.readouterr().err.startswith("stopping after this step")
+@pytest.mark.parametrize("phase", get_args(Phase))
+def test_in_every_phase_the_answer_says_what_is_waited_for_and_what_would_be_lost(phase: str) -> None:
+    assert re.fullmatch(r"(stopping|ending) .+; Ctrl-C again ends at once and loses nothing", answer(phase, 100, 100))
+    assert answer(phase, 1_120, 1_100).endswith("; Ctrl-C again ends at once and loses what came after step 1,100")
 
 
 @pytest.mark.parametrize(

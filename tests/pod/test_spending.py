@@ -42,7 +42,7 @@ def test_every_slice_counts_from_its_creation(tmp_path: Path) -> None:
     assert second.dollars == pytest.approx(30)
     assert second.exhausted
     assert [grant.until - grant.since for grant in second.grants] == [2.5 * HOUR, 1.25 * HOUR]
-    assert second.describe() == "$30.00 of $30.00 for 3.8 hours on v4-16 (list price)"
+    assert second.describe() == "$30.00 of $30.00 for 3 h 45 min on v4-16 (list price)"
 
 
 def test_a_slice_without_a_time_of_creation_is_one_slice(tmp_path: Path) -> None:

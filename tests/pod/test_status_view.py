@@ -51,7 +51,7 @@ def test_each_worker_has_its_step_lag_and_heartbeat(
     assert first[:4] == ["0", "running", "1,200", "stepping"]
     assert second[:5] == ["1", "running", "1,100", "100", "stepping"]
     assert second[-1] == "lagging"
-    assert "spent: $20.00 for 2.0 hours on v4-16" in said
+    assert "spent: $20.00 for 2 h 00 min on v4-16" in said
     assert status.as_json()["status"]["step"] == 1200
     cloud.order(bad_worker=1)
     assert "not reached" in show(PodStatus(gcloud))

@@ -35,8 +35,8 @@ def verdicts(*beats: Heartbeat) -> list[str]:
     return [process.verdict for process in judge(list(beats), NOW)]
 
 
-def shown(folder: Path) -> str:
-    console = Console(width=100)
+def shown(folder: Path, width: int = 100) -> str:
+    console = Console(width=width)
     with console.capture() as captured:
         console.print(render_status(read_status(folder, NOW)))
     return captured.get()
@@ -116,7 +116,8 @@ def test_a_run_that_died_says_when_it_was_last_seen(tmp_path):
     assert text.endswith("1 h 01 min ago")
 
 
-def test_everything_fits_a_terminal(tmp_path):
+@pytest.mark.parametrize("width", [80, 60])
+def test_everything_fits_a_terminal(tmp_path, width):
     names = [f"t1v-n-0123456789-w-{i}" for i in range(4)]
     failed = "failed: " + "a long reason " * 20
     beats = [beat(i, step=1_234_567, host=host, pid=4_000_000, ms=1234.5) for i, host in enumerate(names)]
@@ -126,11 +127,12 @@ def test_everything_fits_a_terminal(tmp_path):
     (tmp_path / "checkpoints" / "1500.orbax-checkpoint-tmp").mkdir()
     attempt = {"started": 0, "written": 100, "seconds": {"stepping": 90.0, "saving": 10.0}}
     (tmp_path / goodput.FILE).write_text(json.dumps({"version": 1, "attempts": [attempt]}))
-    text = shown(tmp_path)
-    assert max(map(len, text.splitlines())) <= 100
-    rows = text.splitlines()
-    assert rows[1].split()[-1] == "verdict"
+    text = shown(tmp_path, width)
+    assert max(map(len, text.splitlines())) <= width
+    rows = text.splitlines()[2:] if width == 60 else text.splitlines()[1:]  # the summary has two lines
+    assert rows[0].split()[-1] == "verdict"
     assert [row.split()[-1] for row in rows[2:6]] == ["ok", "ok", "ok", "ended"]
+    assert rows[6].startswith("(no room here for: pid, host")
     assert "process 3 ended: failed: a long reason" in text
     assert "checkpoints: 500, 1,000" in text
     assert "goodput 90.0%" in text

@@ -4,34 +4,33 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from tinypod.data import blocks, tokens
 from tinypod.errors import DataError
-from tinypod.runs.terminal import size
+from tinypod.runs.terminal import facts, size
 
 SHOWN = 48  # tokens of the first block
 
 
 def render(folder: Path, manifest: blocks.Manifest) -> RenderableType:
-    table = Table(title=Text(str(folder)), title_justify="left", show_header=False)
+    found: list[tuple[str, str]] = []
     for name, shards in manifest.splits.items():
         count = manifest.count(name)
-        table.add_row(name, f"{count:,} blocks, {count * manifest.length:,} tokens, {len(shards)} files")
+        found.append((name, f"{count:,} blocks, {count * manifest.length:,} tokens, {len(shards)} files"))
     total = sum(manifest.count(name) for name in manifest.splits)
-    table.add_row("a block", f"{manifest.length} tokens, {size(manifest.block_bytes())}")
-    table.add_row("in all", size(total * manifest.block_bytes()))
-    table.add_row("tokenizer", Text(f"{manifest.tokenizer}, {manifest.vocab_size:,} tokens"))
-    table.add_row("from", Text(manifest.origin))
+    found.append(("a block", f"{manifest.length} tokens, {size(manifest.block_bytes())}"))
+    found.append(("in all", size(total * manifest.block_bytes())))
+    found.append(("tokenizer", f"{manifest.tokenizer}, {manifest.vocab_size:,} tokens"))
+    found.append(("from", manifest.origin))
     if manifest.teacher is None:
-        table.add_row("teacher", "none: for training on labels")
-        return table
+        found.append(("teacher", "none: for training on labels"))
+        return facts(found, str(folder))
     temperatures = ", ".join(f"{one:g}" for one in manifest.teacher.temperatures)
     normalisers = f"normalisers at T = {temperatures}" if temperatures else "no normalisers: task.kd=renormalised"
-    table.add_row("teacher", Text(manifest.teacher.name))
-    table.add_row("of each position", f"the {manifest.teacher.topk} largest logits; {normalisers}")
-    return Group(table, *_beginning(folder, manifest))
+    found.append(("teacher", manifest.teacher.name))
+    found.append(("of each position", f"the {manifest.teacher.topk} largest logits; {normalisers}"))
+    return Group(facts(found, str(folder)), *_beginning(folder, manifest))
 
 
 def _beginning(folder: Path, manifest: blocks.Manifest) -> list[Text]:

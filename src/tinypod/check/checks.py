@@ -23,6 +23,7 @@ from tinypod.runs import storage
 from tinypod.runs.checkpoints import Checkpoints
 from tinypod.runs.checksums import flatten
 from tinypod.runs.saver import about
+from tinypod.runs.terminal import amount, duration
 from tinypod.runs.terminal import size as size_text
 from tinypod.step import draw_batch
 
@@ -91,8 +92,9 @@ def check_step(probe: Probe) -> Found:
     probe.state, sums = take_steps(experiment, probe.compiled, experiment.init(), probe.feed, COMPARED_STEPS)
     probe.losses, probe.grad_norms = losses_of(experiment, sums), [float(part["grad_norm"]) for part in sums]
     return Found(
-        f"{experiment.num_weights:,} weights, {experiment.config.model.dtype}; compiled in {probe.compile_s:.1f} s; "
-        f"losses of {len(sums)} steps {_listed(probe.losses)}, gradient norm {probe.grad_norms[0]:.4g}, all finite",
+        f"{experiment.num_weights:,} weights, {experiment.config.model.dtype}; compiled in "
+        f"{duration(probe.compile_s)}; losses of {len(sums)} steps {_listed(probe.losses)}, gradient norm "
+        f"{amount(probe.grad_norms[0])}, all finite",
         {"weights": experiment.num_weights, "compile_s": probe.compile_s, "first_loss": probe.losses[0]},
     )
 
@@ -167,8 +169,8 @@ def check_checkpoint(probe: Probe) -> Found:
         raise Failed(f"not as saved: {', '.join(changed[:3])} ({len(changed)} of {len(before)} arrays)")
     size = sum(x.nbytes for x in before.values())
     return Found(
-        f"{len(before)} arrays, {size_text(size)}, restored bit for bit; saved in {saved_s:.1f} s, "
-        f"read in {restored_s:.1f} s",
+        f"{len(before)} arrays, {size_text(size)}, restored bit for bit; saved in {duration(saved_s)}, "
+        f"read in {duration(restored_s)}",
         {"arrays": len(before), "bytes": size, "save_s": saved_s, "restore_s": restored_s},
     )
 
@@ -224,8 +226,8 @@ def check_speed(probe: Probe) -> Found:
     seconds, batch = statistics.median(probe.step_s), probe.experiment.config.batch_size
     figures = {"steps_per_s": 1 / seconds, "examples_per_s": batch / seconds, "compile_s": probe.compile_s}
     text = (
-        f"{1 / seconds:,.3g} steps/s (median of {len(probe.step_s)}, each waited for), "
-        f"{batch / seconds:,.0f} examples/s; compiled in {probe.compile_s:.1f} s"
+        f"{amount(1 / seconds)} steps/s (median of {len(probe.step_s)}, each waited for), "
+        f"{amount(batch / seconds)} examples/s; compiled in {duration(probe.compile_s)}"
     )
     if (needed := step_bytes(probe.compiled)) is not None:
         figures["step_bytes"] = needed

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -32,11 +33,13 @@ from tinypod.experiment import ExperimentConfig, HealthConfig
 from tinypod.health.memory import is_out_of_memory
 from tinypod.health.watch import Health
 from tinypod.runs import storage
+from tinypod.runs.terminal import duration
 from tinypod.sharding import all_devices
 
 Status = Literal["pass", "FAIL", "skipped"]
 SENT_BYTES = 8192  # a process's answer to the others
 SHOWN = 1200  # characters of a reason
+IN_COLUMNS = 76  # narrower than this, what was found stands below its check
 
 
 @dataclass(frozen=True)
@@ -186,21 +189,26 @@ def _print_head(console: Console, title: str, probe: Probe) -> None:
         processes = f" in {probe.cluster.count} processes" if probe.cluster.count > 1 else ""
         where = f" on {len(devices)} × {devices[0].device_kind}{processes}"
     console.print(Text.assemble((title, "bold"), where))
-    console.print(_row_table(console, "check", "result", "found", "seconds", style="dim"))
+    if console.width >= IN_COLUMNS:
+        console.print(_row_table(console, "check", "result", "found", "time", style="dim"))
 
 
 def _print_row(console: Console, result: Result) -> None:
     style = {"pass": "green", "FAIL": "bold red", "skipped": "yellow"}[result.status]
-    seconds = f"{result.seconds:.1f}" if result.seconds else ""
-    console.print(_row_table(console, result.check, Text(result.status, style), result.found, seconds))
+    seconds, status = duration(result.seconds) if result.seconds else "", Text(result.status, style)
+    if console.width >= IN_COLUMNS:
+        console.print(_row_table(console, result.check, status, result.found, seconds))
+    else:
+        console.print(Text(f"{result.check}: ") + status + Text(f", {seconds}" if seconds else ""))
+        console.print(Padding(Text(result.found), (0, 0, 0, 2)))
 
 
 def _row_table(console: Console, *cells: str | Text, style: str = "") -> Table:
     """A table of one row with set widths, so that rows can be printed as they come and still stand in columns."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.width = console.width
-    name_width = max(len(check.name) for check in CHECKS)
-    for width, justify in ((name_width, "left"), (len("skipped"), "left"), (None, "left"), (len("seconds"), "right")):
+    widths = (max(len(check.name) for check in CHECKS), len("skipped"), None, len("1 min 05 s"))
+    for width, justify in zip(widths, ("left", "left", "left", "right"), strict=True):
         table.add_column(width=width, ratio=None if width else 1, justify=justify)  # type: ignore[arg-type]
     table.add_row(*(cell if isinstance(cell, Text) else Text(cell, style) for cell in cells))
     return table
@@ -208,7 +216,7 @@ def _row_table(console: Console, *cells: str | Text, style: str = "") -> Table:
 
 def _print_end(console: Console, results: list[Result]) -> None:
     names = {status: [r.check for r in results if r.status == status] for status in ("pass", "FAIL", "skipped")}
-    seconds = f"in {sum(r.seconds for r in results):.0f} s"
+    seconds = f"in {duration(sum(r.seconds for r in results))}"
     skipped = f", {len(names['skipped'])} skipped" if names["skipped"] else ""
     if names["FAIL"]:
         text = f"{len(names['FAIL'])} of {len(results)} checks failed: {', '.join(names['FAIL'])}"

@@ -1,11 +1,15 @@
 """The commands: parse, dispatch, print. What they do stands in the modules they call."""
 
 import io
+import os
 import sys
+import time
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 # isort: off
 from tinypod.cli import demo, train, study, configs, check, eval, solve, generate, view  # noqa: F401 (as in --help)
@@ -13,7 +17,12 @@ from tinypod.cli import plan, slices, data, cache, weights, runs, pod  # noqa: F
 
 # isort: on
 from tinypod.cli.shared import app, console, errors
+from tinypod.cluster.interrupts import heard
 from tinypod.errors import StorageError, UserError
+from tinypod.runs.terminal import say
+
+DEV = Path("/dev")  # where the chips of a TPU are
+ANSWER_AFTER_S = 0.5
 
 
 def main() -> None:
@@ -21,8 +30,10 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # where the locale knows ASCII only, × becomes ?
             stream.reconfigure(errors="replace")
+    _quieten_libtpu()
     try:
-        app()
+        with heard(_answer):
+            app()
     except UserError as error:
         _fail(str(error), error.exit_code)
     except OSError as error:
@@ -40,9 +51,22 @@ def main() -> None:
         _end(1)
 
 
+def _answer() -> None:
+    """To Ctrl-C, where the command neither ends by it nor has an answer of its own: it waits for a compiler."""
+    time.sleep(ANSWER_AFTER_S)
+    say(errors, "stopping once the computation at hand is over; Ctrl-C again ends at once")
+
+
+def _quieten_libtpu() -> None:
+    """Where the TPU's library is installed and a TPU is not (a laptop that plans), JAX tries it all the same, and it
+    complains. On a machine that has one, what it says is worth reading."""
+    if not any([*DEV.glob("accel[0-9]*"), *DEV.glob("vfio/[0-9]*")]):
+        for name in ("TPU_STDERR_LOG_LEVEL", "TPU_MIN_LOG_LEVEL"):
+            os.environ.setdefault(name, "3")  # fatal errors only
+
+
 def _fail(message: str, exit_code: int = UserError.exit_code) -> None:
-    errors.print("[bold red]error:[/] ", end="")
-    errors.print(message, markup=False, highlight=False, soft_wrap=True)
+    errors.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=not errors.is_terminal)
     _end(exit_code)
 
 

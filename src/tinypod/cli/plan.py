@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from tinypod.cli.shared import Overrides, TakesOverrides, app, complete_config, console, errors, load_config
 from tinypod.errors import UserError
@@ -88,7 +87,7 @@ def _show(plans: Any, prices: Any, as_json: bool) -> None:
 
     if as_json:
         return _print_json(prices, plans=[tables.as_json(plan) for plan in plans])
-    _print(tables.tables(plans, prices))
+    console.print(tables.tables(plans, prices))
     for plan in plans:
         if not plan.fits:
             say(console, tables.too_large(plan), "yellow")
@@ -100,13 +99,7 @@ def _show_ranking(ranking: Any, prices: Any, as_json: bool) -> None:
     if as_json:
         entries = [entry.model_dump(mode="json") for entry in ranking.entries]
         return _print_json(prices, slices=entries, left_out=ranking.left_out)
-    _print(tables.ranking(ranking, prices))
-
-
-def _print(tables: Any) -> None:
-    from tinypod.planning.tables import WIDTH
-
-    Console(width=max(console.width, WIDTH)).print(tables)
+    console.print(tables.ranking(ranking, prices))
 
 
 def _print_json(prices: Any, **answer: Any) -> None:

@@ -7,7 +7,7 @@ import typer
 
 from tinypod.cli.shared import Overrides, TakesOverrides, app, console, load_config
 from tinypod.errors import UserError
-from tinypod.runs.terminal import say
+from tinypod.runs.terminal import dollars, say
 
 if TYPE_CHECKING:
     from tinypod.pod.gcloud import Gcloud
@@ -90,7 +90,7 @@ def run(
         lifecycle.delete(gcloud, state)
     elif state.phase == "ready":
         price = gcloud.spec.hourly_dollars
-        cost = "" if not price else f" and costs ${price:,.2f} per hour"
+        cost = "" if not price else f" and costs {dollars(price)} per hour"
         say(console, f"{gcloud.spec.name} is still up{cost}; `tinypod pod down {spec}` deletes it", "yellow")
     raise typer.Exit(code)
 

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tinypod.cluster.children import with_parent
+from tinypod.cluster.interrupts import unheard
 from tinypod.errors import EXPLAINED, FINISHED
 from tinypod.runs.terminal import say
 
@@ -113,7 +114,8 @@ def interrupts() -> Iterator[Interrupts]:
     _listening = noted = Interrupts()
     previous = {number: signal.signal(number, noted.note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield noted
+        with unheard():
+            yield noted
     finally:
         _listening = None
         for number, handler in previous.items():

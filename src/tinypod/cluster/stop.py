@@ -1,5 +1,7 @@
 """Stopping a run well: all its processes after the same step, with a checkpoint.
 
+Ctrl-C is answered at once (`interrupts.py`): what it waits for, and what a second one would do.
+
 SIGTERM never skips the save, however often it comes: schedulers send it to a supervisor and its children at once, and
 the supervisor passes its own on. Only a second SIGINT does, which is a person at a terminal who does not want to wait.
 """
@@ -18,9 +20,29 @@ from typing import Any
 from jax._src import distributed as jax_distributed  # private: the preemption service has no public door
 
 from tinypod.cluster.agreement import Cluster
+from tinypod.cluster.interrupts import heard
 
 NOTIFIER_S = 2.0
-STOPPING = "stopping after this step, then saving a checkpoint; Ctrl-C once more ends at once, without one"
+# By the phase that it comes in (health.watch): what is waited for.
+_WAITS = {
+    "starting": "stopping once the start is over",
+    "data": "stopping once the data are read",
+    "restoring": "stopping once the state to begin with is there",
+    "compiling": "stopping once the compiler is done, which cannot be interrupted",
+    "waiting": "stopping once the other processes are here",
+    "stepping": "stopping after this step, then saving a checkpoint",
+    "evaluating": "stopping in the middle of the evaluation, then saving step {step:,}",
+    "evaluating all": "stopping after this evaluation, then saving step {step:,} of every run",
+    "saving": "stopping once step {step:,} is saved",
+    "closing": "stopping already: closing the logs, step {step:,} is saved",
+    "ending": "ending already, step {step:,} is saved",
+}
+
+
+def answer(phase: str, step: int, saved: int) -> str:
+    """To Ctrl-C: what it waits for, and what a second one would do. `saved`: the last step that is on disk."""
+    lost = f"and loses what came after step {saved:,}" if step > saved else "and loses nothing"
+    return f"{_WAITS[phase].format(step=step)}; Ctrl-C again ends at once {lost}"
 
 
 class Preemption:
@@ -53,15 +75,11 @@ class Preemption:
 
 @dataclass
 class Stop:
-    """Whether the run was asked to end: by a signal, or by a notice of preemption to any of its processes.
-
-    `say` is called from the handler of the first SIGINT, wherever the process is at that moment.
-    """
+    """Whether the run was asked to end: by a signal, or by a notice of preemption to any of its processes."""
 
     cluster: Cluster = field(default_factory=Cluster)
     by: signal.Signals | None = None
-    say: Callable[[str], None] = lambda text: None
-    interrupted: bool = False
+    answer: Callable[[], str] = lambda: "stopping; Ctrl-C again ends at once"  # to the first SIGINT
     agreed_at: float = -math.inf
 
     def requested(self) -> bool:
@@ -75,28 +93,17 @@ class Stop:
 
     def note(self, number: int, _: object) -> None:
         """The handler of SIGINT and SIGTERM in a process of its own."""
-        if number == signal.SIGINT:
-            self._interrupt()
         self.by = self.by or signal.Signals(number)
 
     def tell_all(self, number: int, _: object) -> None:
         """The handler of SIGINT in a cluster: the others hear of it as of a SIGTERM."""
-        self._interrupt()
         os.kill(os.getpid(), signal.SIGTERM)
-
-    def _interrupt(self) -> None:
-        if self.interrupted:
-            os._exit(128 + signal.SIGINT)  # an exception raised inside the compiler would crash it
-        self.interrupted = True
-        try:
-            self.say(STOPPING)
-        except Exception:  # a stream that the signal met in the middle of a line refuses another one
-            os.write(2, f"{STOPPING}\n".encode())
 
 
 @contextmanager
 def stop_on_signals(cluster: Cluster, say: Callable[[str], None] = lambda text: None) -> Iterator[Stop]:
     """SIGINT and SIGTERM end the run after the current step, with a checkpoint; a second SIGINT ends it at once.
+    `say` is called from a thread, with the answer to the first SIGINT.
 
     In a cluster SIGTERM belongs to JAX: since `start`, a handler of its own in C++ notes it, broadcasts it
     within a second, and lets them agree on the call of `requested` at which all stop. A handler of Python's here would
@@ -104,7 +111,7 @@ def stop_on_signals(cluster: Cluster, say: Callable[[str], None] = lambda text: 
     maintenance and preemption by SIGTERM, too (for TPU VMs made with autocheckpoint on): SIGTERM is tested with real
     processes, the notice of a real TPU is not.
     """
-    stop = Stop(cluster, say=say)
+    stop = Stop(cluster)
     if threading.current_thread() is not threading.main_thread():  # Python lets no other thread handle signals
         yield stop
         return
@@ -113,7 +120,8 @@ def stop_on_signals(cluster: Cluster, say: Callable[[str], None] = lambda text: 
         handlers = {signal.SIGINT: stop.tell_all}
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        yield stop
+        with heard(lambda: say(stop.answer())):
+            yield stop
     finally:
         # A SIGTERM of this process's own may have come just before: JAX's notifier sees it within a second, and crashes
         # if that is during the shutdown. A save usually takes longer anyway.

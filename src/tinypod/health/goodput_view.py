@@ -1,6 +1,6 @@
 """How goodput looks on a terminal: one headline, one bar, one table."""
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -8,23 +8,22 @@ from tinypod.health.goodput import DOWN, LOST, Goodput
 from tinypod.runs.terminal import duration, size
 
 _MEANINGS = {
-    # kind: colour, what it is
-    "stepping": ("green", "training steps that were kept"),
-    "compiling": ("blue", "tracing and compiling"),
-    "data": ("cyan", "waiting for data"),
-    "waiting": ("bright_magenta", "waiting for other processes"),
-    "evaluating": ("magenta", "evaluating"),
-    "saving": ("yellow", "writing checkpoints"),
-    "restoring": ("bright_yellow", "reading checkpoints"),
-    "starting": ("bright_blue", "starting"),
-    "closing": ("bright_cyan", "closing metrics and checkpoints"),
-    "ending": ("bright_black", "ending"),
-    LOST: ("red", "steps done again after a restart or rollback"),
-    DOWN: ("bright_red", "no process, between a crash or preemption and the next start"),
+    # kind: colour, its letter in the bar (colours do not reach a log), what it is
+    "stepping": ("green", "█", "steps that were kept"),
+    "compiling": ("blue", "C", "tracing and compiling"),
+    "data": ("cyan", "D", "waiting for data"),
+    "waiting": ("bright_magenta", "W", "for other processes"),
+    "evaluating": ("magenta", "E", "held-out scores"),
+    "saving": ("yellow", "S", "writing checkpoints"),
+    "restoring": ("bright_yellow", "R", "reading checkpoints"),
+    "starting": ("bright_blue", "s", "before anything else"),
+    "closing": ("bright_cyan", "c", "metrics and checkpoints"),
+    "ending": ("bright_black", "e", "after everything else"),
+    LOST: ("red", "▒", "steps that were done again"),
+    DOWN: ("bright_red", "░", "no process was running"),
 }
-_UNKNOWN = ("white", "")  # of a newer version
+_UNKNOWN = ("white", "?", "")  # of a newer version
 _BAR_WIDTH = 78
-_CELLS = {"stepping": "█", LOST: "▒", DOWN: "░"}
 
 
 def render(goodput: Goodput) -> RenderableType:
@@ -37,13 +36,14 @@ def render(goodput: Goodput) -> RenderableType:
         ("goodput ", ""), (f"{goodput.goodput:.1%}", "bold green"), f" of {duration(goodput.total_s)} in {tries}"
     )
     table = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
-    for justify in ("left", "right", "right", "left"):
-        table.add_column(justify=justify)
+    for justify in ("left", "right", "right"):
+        table.add_column(justify=justify, no_wrap=True)
+    table.add_column()
     for kind in _kinds(goodput):
-        colour, meaning = _MEANINGS.get(kind, _UNKNOWN)
-        name = Text.assemble((f"{_CELLS.get(kind, '▓')} ", colour), kind)
+        colour, cell, meaning = _MEANINGS.get(kind, _UNKNOWN)
+        name = Text.assemble((f"{cell} ", colour), kind)
         table.add_row(name, duration(goodput.seconds[kind]), f"{goodput.share(kind):.1%}", Text(meaning, style="dim"))
-    return Group(headline, _bar(goodput), table, *(Text(line, style="dim") for line in _facts(goodput)))
+    return Group(headline, _Bar(goodput), table, *(Text(line, style="dim") for line in _facts(goodput)))
 
 
 def _kinds(goodput: Goodput) -> list[str]:
@@ -51,14 +51,19 @@ def _kinds(goodput: Goodput) -> list[str]:
     return [*(k for k in _MEANINGS if k in goodput.seconds), *(k for k in goodput.seconds if k not in _MEANINGS)]
 
 
-def _bar(goodput: Goodput) -> Text:
+class _Bar:
     """Each kind ends where the sum of the shares up to it does, so that the bar is always as wide."""
-    bar, share = Text(), 0.0
-    for kind in _kinds(goodput):
-        share += goodput.share(kind)
-        cell = _CELLS.get(kind, "▓")  # distinct in a log without colours, too
-        bar.append(cell * (round(share * _BAR_WIDTH) - len(bar)), style=_MEANINGS.get(kind, _UNKNOWN)[0])
-    return bar
+
+    def __init__(self, goodput: Goodput) -> None:
+        self.goodput = goodput
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        bar, share, width = Text(), 0.0, min(_BAR_WIDTH, options.max_width)
+        for kind in _kinds(self.goodput):
+            share += self.goodput.share(kind)
+            colour, cell, _ = _MEANINGS.get(kind, _UNKNOWN)
+            bar.append(cell * (round(share * width) - len(bar)), style=colour)
+        yield bar
 
 
 def _facts(goodput: Goodput) -> list[str]:

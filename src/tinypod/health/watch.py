@@ -171,6 +171,15 @@ class Health:
             if self.ledger is not None:
                 self.ledger.enter(phase)
 
+    def doing(self) -> tuple[Phase, float]:
+        """The phase, and the seconds since it began."""
+        with self._lock:
+            return self.current, time.time() - self._since
+
+    @property
+    def step(self) -> int:
+        return self._step
+
     def beat(self, step: int | None = None) -> None:
         """Progress: the phase's clock begins anew."""
         if step is not None:

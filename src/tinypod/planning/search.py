@@ -21,6 +21,7 @@ from tinypod.experiment import ExperimentConfig
 from tinypod.planning.analysis import Facts
 from tinypod.planning.planner import Plan, Planner, check
 from tinypod.planning.slices import Slice, all_slices
+from tinypod.runs.terminal import dollars, duration
 
 MAX_DEVICES = 256  # of slices that are ranked unasked
 CONFIRMED = 3  # ranked slices that are compiled, from the best on
@@ -151,10 +152,10 @@ class Budget(NamedTuple):
         """Why a slice is not within it."""
         price = self.price(entry)
         if self.hours is not None and entry.hours > self.hours:
-            return f"takes {entry.hours:,.1f} h"
+            return f"takes {duration(3600 * entry.hours, whole=True)}"
         if self.dollars is None or (price is not None and price <= self.dollars):
             return None
-        return "its price is not known" if price is None else f"costs ${price:,.0f}"
+        return "its price is not known" if price is None else f"costs {dollars(price)}"
 
     def rank(self, entry: Ranked) -> tuple[float, float]:
         price = self.price(entry)

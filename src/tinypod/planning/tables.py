@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from tinypod.planning.hlo.program import Exchange
@@ -13,9 +12,9 @@ from tinypod.planning.planner import Plan
 from tinypod.planning.prices import Prices
 from tinypod.planning.search import Ranking
 from tinypod.planning.slices import GIB
+from tinypod.runs.terminal import Listing, amount, dollars, duration, size
 from tinypod.sharding import describe_mesh
 
-WIDTH = 136  # that the tables need; narrower terminals wrap lines, but lose no digit
 METHOD = (
     "Step times: the TPU compiler's own estimates of its kernels' cycles, never below their roofline; exchange between "
     "chips is added as if nothing overlapped it. They have not been compared with a TPU yet (docs/performance.md)."
@@ -28,7 +27,8 @@ def tables(asked: Sequence[Plan], prices: Prices | None) -> RenderableType:
     plans = [plan for one in asked for plan in (one, one.proposal) if plan is not None]
     notes = [ROOFLINE] if prices is None else [METHOD, f"Prices: {prices.describe()}."]
     notes += [f"{_name(plan)}: {note}" for plan in plans for note in (*_sources(plan), *plan.notes)]
-    return Group(_summary(plans, prices is not None), _memory(plans), _work(plans), Text("\n".join(notes), style="dim"))
+    shown = [_summary(plans, prices is not None), _memory(plans), *_work(plans)]
+    return Group(*(part for table in shown for part in (table, Text())), Text("\n".join(notes), style="dim"))
 
 
 def _sources(plan: Plan) -> list[str]:
@@ -39,33 +39,26 @@ def _sources(plan: Plan) -> list[str]:
         share = plan.prediction.estimated_share
         return [f"{share:.0%} of the time on the chip is the compiler's estimate, the rest roofline"]
     probe = plan.probe
-    notes = [f"probed {probe.flops / 1e12:.3g} TFLOP/s in products, {probe.bandwidth / 1e9:.3g} GB/s"]
+    notes = [f"probed {amount(probe.flops / 1e12)} TFLOP/s in products, {amount(probe.bandwidth / 1e9)} GB/s"]
     if plan.measured_s is not None:
-        speed = f"{milliseconds(plan.measured_s)} ms per step, {plan.batch_size / plan.measured_s:,.0f} examples/s"
+        speed = f"{amount(1e3 * plan.measured_s)} ms per step, {amount(plan.batch_size / plan.measured_s)} examples/s"
         notes.append(f"measured {speed}; predicted / measured {plan.ratio:.2f}")
     if plan.measured_peak_bytes is not None:
-        notes.append(f"measured peak memory {plan.measured_peak_bytes / GIB:,.2f} GiB")
+        notes.append(f"measured peak memory {size(plan.measured_peak_bytes)}")
     return notes
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("slice", "mesh", "bound", "collectives") else "right")
-    return table
-
-
-def _summary(plans: Sequence[Plan], priced: bool) -> Table:
-    columns = ("slice", "mesh", "rows per device", "HBM GiB", "step ms", "bound", "examples/s", "hours")
-    table = _table("Plan", *columns, *("on demand", "spot") * priced)
+def _summary(plans: Sequence[Plan], priced: bool) -> Listing:
+    columns = ("slice", "mesh", "rows\nper device", "HBM GiB", "step ms", "bound", "examples/s", "time")
+    table = Listing("Plan", (*columns, *("on demand", "spot") * priced), left=("mesh", "bound"))
     for plan in plans:
         red, needed = "" if plan.fits else "bold red", f"{plan.analysis.memory.needed / GIB:.2f}"
         there = "" if plan.usable_bytes is None else f" of {plan.usable_bytes / GIB:.2f}"
         times = ("–", "does not fit", "–", "–")
         if plan.fits and plan.prediction is not None and plan.hours is not None:
             step_s = plan.prediction.step_s
-            speed = f"{plan.batch_size / step_s:,.0f}"
-            times = (milliseconds(step_s), plan.prediction.bound, speed, hours(plan.hours))
+            speed = amount(plan.batch_size / step_s)
+            times = (amount(1e3 * step_s), plan.prediction.bound, speed, _time(plan.hours))
         cost = (dollars(plan.dollars), dollars(plan.dollars_spot)) if plan.fits else ("–", "–")
         table.add_row(
             _name(plan),
@@ -84,8 +77,9 @@ def _name(plan: Plan) -> Text:
     return Text(f"↳ {' '.join(plan.overrides)}", style="green") if plan.overrides else Text(plan.slice, style="bold")
 
 
-def _memory(plans: Sequence[Plan]) -> Table:
-    table = _table("Memory of a device, MiB", "slice", *plans[0].analysis.memory.parts(), "needed", "there")
+def _memory(plans: Sequence[Plan]) -> Listing:
+    columns = ("slice", *plans[0].analysis.memory.parts(), "needed", "there")
+    table = Listing("Memory of a device, MiB", columns)
     for plan in plans:
         memory = plan.analysis.memory
         sizes = [f"{size / 2**20:,.1f}" for size in memory.parts().values()]
@@ -94,9 +88,10 @@ def _memory(plans: Sequence[Plan]) -> Table:
     return table
 
 
-def _work(plans: Sequence[Plan]) -> RenderableType:
-    times = ("compute ms", "HBM ms", "interconnect ms")
-    table = _table("One step", "slice", "TFLOP, model", "as compiled", *times, "kernels", "collectives")
+def _work(plans: Sequence[Plan]) -> list[Listing]:
+    times = ("compute\nms", "HBM\nms", "interconnect\nms")
+    columns = ("slice", "TFLOP,\nmodel", "as\ncompiled", *times, "kernels", "collectives")
+    table = Listing("One step", columns, left=("collectives",))
     for plan in plans:
         work, prediction = plan.analysis.work, plan.prediction
         if work is None or prediction is None:
@@ -104,19 +99,19 @@ def _work(plans: Sequence[Plan]) -> RenderableType:
         sent = prediction.interconnect_s
         table.add_row(
             _name(plan),
-            f"{plan.model_flops / 1e12:,.2f}",
-            f"{work.flops * plan.devices / 1e12:,.2f}",
-            milliseconds(prediction.compute_s),
-            milliseconds(prediction.hbm_s),
-            "not known" if sent is None else milliseconds(sent),
+            amount(plan.model_flops / 1e12),
+            amount(work.flops * plan.devices / 1e12),
+            amount(1e3 * prediction.compute_s),
+            amount(1e3 * prediction.hbm_s),
+            "not known" if sent is None else amount(1e3 * sent),
             f"{work.kernel_runs:,}",
             "\n".join(map(_exchange, work.exchanges())) or "none",
         )
-    return table if table.row_count else Text()
+    return [table] if table.rows else []
 
 
 def _exchange(one: Exchange) -> str:
-    return f"{one.runs:,} {one.op} over {'·'.join(one.axes)}: {one.payload_bytes / 2**20:,.1f} MiB"
+    return f"{one.runs:,} {one.op} over {'·'.join(one.axes)}: {size(one.payload_bytes)}"
 
 
 def too_large(plan: Plan) -> str:
@@ -128,7 +123,7 @@ def too_large(plan: Plan) -> str:
         what = f"{plan.slice}: needs {needed / GIB:.2f} GiB of {there / GIB:.2f} per device, {over}"
     if proposal is None or proposal.prediction is None:
         return f"{what}; no cut of the batch, rematerialisation or FSDP that was tried fits: take a larger slice"
-    less, step = proposal.analysis.memory.needed / GIB, milliseconds(proposal.prediction.step_s)
+    less, step = proposal.analysis.memory.needed / GIB, amount(1e3 * proposal.prediction.step_s)
     return f"{what}; fits with {' '.join(proposal.overrides)}: {less:.2f} GiB, {step} ms per step"
 
 
@@ -137,29 +132,19 @@ def ranking(ranked: Ranking, prices: Prices) -> RenderableType:
     why = [f"Left out: {'; '.join(left_out)}."] if left_out else []
     if not ranked.entries:
         return Text("\n".join(["No slice keeps within this budget.", *why]))
-    table = _table("Slices within the budget", "#", "slice", "chips", "hours", "on demand", "spot", "how", "with")
-    for number, entry in enumerate(ranked.entries, 1):
-        how = "compiled" if entry.scaled_from is None else f"scaled from {entry.scaled_from}"
-        costs = dollars(entry.dollars), dollars(entry.dollars_spot)
-        overrides = Text(" ".join(entry.overrides))
-        table.add_row(str(number), entry.slice, str(entry.chips), hours(entry.hours), *costs, how, overrides)
+    columns = ("slice", "chips", "time", "on\ndemand", "spot", "scaled\nfrom")
+    table = Listing("Slices within the budget, the best first", columns, left=columns[-1:], may_go=("chips",))
+    for entry in ranked.entries:
+        costs = ("–" if cost is None else dollars(cost) for cost in (entry.dollars, entry.dollars_spot))
+        table.add_row(entry.slice, f"{entry.chips:,}", _time(entry.hours), *costs, entry.scaled_from or "")
+    why = ["Those that are scaled from another slice were not compiled.", *why]
+    why += [f"{entry.slice}: with {' '.join(entry.overrides)}" for entry in ranked.entries if entry.overrides]
     notes = [METHOD, f"Prices: {prices.describe()}.", *why, *ranked.notes]
     return Group(table, Text("\n".join(notes), style="dim"))
 
 
-def milliseconds(seconds: float) -> str:
-    value = 1e3 * seconds
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.3f}"
-
-
-def hours(value: float) -> str:
-    if value < 0.01:
-        return "< 0.01"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
-
-
-def dollars(value: float | None) -> str:
-    return "not known" if value is None else f"${value:,.0f}" if value >= 100 else f"${value:,.2f}"
+def _time(hours: float) -> str:
+    return duration(3600 * hours, whole=True)
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

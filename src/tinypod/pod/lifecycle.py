@@ -10,7 +10,7 @@ from rich.console import Console
 from tinypod.errors import UserError
 from tinypod.pod.gcloud import Gcloud, NoCapacity, NotFound
 from tinypod.pod.state import DEAD, PodState, read_state
-from tinypod.runs.terminal import duration, say
+from tinypod.runs.terminal import dollars, duration, say
 
 REMIND_S = 60.0  # between two lines that say that nothing has changed
 
@@ -47,7 +47,7 @@ def up(gcloud: Gcloud, console: Console, sleep: Callable[[float], None] = time.s
 
 def _wanted(gcloud: Gcloud) -> str:
     spec = gcloud.spec
-    price = "" if spec.hourly_dollars is None else f", ${spec.hourly_dollars:,.2f} per hour while it is up"
+    price = "" if spec.hourly_dollars is None else f", {dollars(spec.hourly_dollars)} per hour while it is up"
     how = f"{spec.request.kind.replace('_', ' ')}{' (spot)' if spec.is_queued and spec.is_spot else ''}"
     hosts = f"{spec.slice.hosts} host{'s' if spec.slice.hosts > 1 else ''}"
     return f"{spec.slice.name} ({spec.slice.chips} chips, {hosts}) in {spec.zone}, {how}{price}"

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from tinypod.pod.spec import PodSpec
 from tinypod.runs import storage
 from tinypod.runs.folder import Run
+from tinypod.runs.terminal import dollars, duration
 
 FILE = "pod.json"
 
@@ -59,9 +60,9 @@ class Spending:
 
     def describe(self) -> str:
         limit = self.spec.spending_limit_dollars
-        of = "" if limit is None else f" of ${limit:,.2f}"
-        hours = sum(grant.until - grant.since for grant in self.grants) / 3600
-        return f"${self.dollars:,.2f}{of} for {hours:,.1f} hours on {self.spec.slice.name} (list price)"
+        of = "" if limit is None else f" of {dollars(limit)}"
+        time = duration(sum(grant.until - grant.since for grant in self.grants), whole=True)
+        return f"{dollars(self.dollars)}{of} for {time} on {self.spec.slice.name} (list price)"
 
 
 def _read(run: Run) -> list[Grant]:

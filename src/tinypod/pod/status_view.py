@@ -4,7 +4,6 @@ import time
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from tinypod.errors import UserError
@@ -15,7 +14,7 @@ from tinypod.pod.state import PodState, read_state
 from tinypod.pod.workers import Report, Workers
 from tinypod.runs import status
 from tinypod.runs.folder import open_run
-from tinypod.runs.terminal import duration
+from tinypod.runs.terminal import Listing, duration
 from tinypod.study.folder import STUDY, refresh
 from tinypod.study.status import table as study_table
 
@@ -29,7 +28,7 @@ class PodStatus:
         self.reports: list[Report] = Workers(gcloud).reports(with_logs=False) if ready else []
         self.run_name = next((report.run for report in self.reports if report.run), None)
         self.run: status.RunStatus | None = None
-        self.study: Table | None = None
+        self.study: Listing | None = None
         self.spent: Spending | None = None
         if self.run_name is not None:
             self._read_run(self.run_name)
@@ -70,11 +69,10 @@ class PodStatus:
             parts.append(Text(f"spent: {self.spent.describe()}"))
         return Group(*parts)
 
-    def _table(self) -> Table:
+    def _table(self) -> Listing:
         """A worker is the process of the same number: JAX numbers the hosts of a slice so."""
-        table = Table(box=None, header_style="dim", padding=(0, 1), pad_edge=False)
-        for name in ("worker", "process", "step", "lag", "phase", "heartbeat", "verdict"):
-            table.add_column(name, justify="right" if name in ("worker", "step", "lag", "heartbeat") else "left")
+        columns = ("worker", "process", "step", "lag", "phase", "heartbeat", "verdict")
+        table = Listing("", columns, left=("process", "phase", "verdict"), may_go=("lag", "heartbeat"))
         processes = {p.heartbeat.process: p for p in self.run.processes} if self.run is not None else {}
         for number, report in enumerate(self.reports):
             code = "" if report.code is None else f" ({report.code})"
@@ -84,8 +82,16 @@ class PodStatus:
                 table.add_row(str(number), state, "", "", "", "none yet", "")
                 continue
             beat = known.heartbeat
-            age = f"{duration(beat.age(self.run.time if self.run else time.time()))} ago"
-            table.add_row(str(number), state, f"{beat.step:,}", str(known.lag or ""), beat.phase, age, known.verdict)
+            age = f"{duration(beat.age(self.run.time if self.run else time.time()), whole=True)} ago"
+            table.add_row(
+                str(number),
+                state,
+                f"{beat.step:,}",
+                f"{known.lag:,}" if known.lag else "",
+                beat.phase,
+                age,
+                known.verdict,
+            )
         return table
 
 

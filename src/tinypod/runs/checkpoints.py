@@ -64,6 +64,10 @@ class Checkpoints:
         """Complete ones, and the one that is being saved; as of the last look (see `reload`)."""
         return self._complete if self._manager is None else sorted(self._manager.all_steps())
 
+    def complete(self, step: int) -> int:
+        """The last one up to a step that is on disk for sure, by what is known already: no file is looked at."""
+        return max((known for known in self._complete if known <= step), default=0)
+
     def reload(self) -> None:
         """Look into the folder again: another process may have saved and removed checkpoints."""
         with storage.explained(self.folder):

@@ -12,7 +12,6 @@ from typing import Any
 
 import yaml
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from tinypod.errors import UserError
@@ -20,7 +19,7 @@ from tinypod.health import goodput, goodput_view, heartbeat
 from tinypod.health.heartbeat import Heartbeat
 from tinypod.runs import storage
 from tinypod.runs.folder import HEALTH
-from tinypod.runs.terminal import duration, short_duration
+from tinypod.runs.terminal import Listing, amount, duration
 
 _SLOW = 1.2  # times the median of all processes
 _STEPS_BETWEEN = 2  # loops run ahead of their devices by a step or two
@@ -133,7 +132,6 @@ def summary(status: RunStatus) -> str:
 
 
 def render_status(status: RunStatus) -> RenderableType:
-    """For a terminal of 100 columns."""
     parts: list[RenderableType] = [Text(summary(status), style="bold")]
     if status.processes:
         parts += [_table(status), *_notes(status)]
@@ -156,25 +154,23 @@ def as_json(status: RunStatus) -> dict[str, Any]:
     return {**found, **known, "processes": processes, "goodput": spent}
 
 
-def _table(status: RunStatus) -> Table:
+def _table(status: RunStatus) -> Listing:
     """Narrow columns; what needs words comes below."""
-    table = Table(box=None, header_style="dim", padding=(0, 1), pad_edge=False)
-    for name in ("#", "host", "pid", "step", "lag", "phase", "for", "ms p50/p90/max", "seen", "verdict"):
-        left = name in ("host", "phase", "verdict")
-        table.add_column(name, justify="left" if left else "right", no_wrap=True, max_width=16 if left else None)
+    columns = ("#", "host", "pid", "step", "lag", "phase", "for", "ms p50/p90/max", "seen", "verdict")
+    table = Listing("", columns, left=("host", "phase", "verdict"), may_go=("pid", "host", "for", "ms p50/p90/max"))
     for process in status.processes:
         beat, style = (
             process.heartbeat,
             _STYLES.get(process.verdict, "red" if not process.heartbeat.ended else "yellow"),
         )
         verdict = Text("done" if beat.ended == "done" else process.verdict.partition(": ")[0], style=style)
-        doing = (beat.phase, short_duration(status.time - beat.phase_since)) if beat.ended is None else ("", "")
-        times = "/".join(f"{beat.step_ms[name]:.4g}" for name in ("p50", "p90", "max") if name in beat.step_ms)
-        lag, seen = f"{process.lag:,}" if process.lag else "", short_duration(beat.age(status.time))
+        doing = (beat.phase, duration(status.time - beat.phase_since, whole=True)) if beat.ended is None else ("", "")
+        times = "/".join(amount(beat.step_ms[name]) for name in ("p50", "p90", "max") if name in beat.step_ms)
+        lag, seen = f"{process.lag:,}" if process.lag else "", duration(beat.age(status.time), whole=True)
         cells = [beat.host, str(beat.pid), f"{beat.step:,}", lag, *doing, times, seen]
         table.add_row(str(beat.process), *(cells if beat.unreadable is None else [""] * 8), verdict)
-    for number in status.missing:
-        table.add_row(str(number), *[""] * 8, Text("no heartbeat", style="red"))
+    for process_id in status.missing:
+        table.add_row(str(process_id), *[""] * 8, Text("no heartbeat", style="red"))
     return table
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 
 from tinypod.cluster.agreement import Cluster
-from tinypod.cluster.stop import Stop
+from tinypod.cluster.stop import Stop, answer
 from tinypod.errors import DeviceMemoryError
 from tinypod.experiment import Experiment
 from tinypod.health.memory import is_out_of_memory, step_bytes
@@ -27,7 +27,7 @@ from tinypod.runs.folder import Run, with_absolute_paths
 from tinypod.runs.metrics import Stopwatch
 from tinypod.runs.run_log import RunLog, read_scores
 from tinypod.runs.saver import Saver
-from tinypod.runs.terminal import TrainingProgress, say, size, warn
+from tinypod.runs.terminal import TrainingProgress, duration, say, size, warn
 from tinypod.step import TrainState, evaluation_params
 from tinypod.study.file import StudyRun
 from tinypod.study.folder import Outcome, read_outcome, write_outcome
@@ -109,8 +109,13 @@ class _Pack:
 
     def train(self, stack: ExitStack) -> list[Outcome]:
         program, config, health = self.program, self.config, self.health
+        progress = self.progress = stack.enter_context(
+            TrainingProgress(self.console, config.steps, self.task.headline[0], health.doing)
+        )
         with health.phase("restoring"):
             state, step = self._restore()
+        health.beat(step)
+        self.stop.answer = self._answer
         with health.phase("data"):
             evaluator = PackEvaluator(
                 self.task.open_evaluation(None), program, config.eval.batch_size, config.eval.limit
@@ -126,12 +131,12 @@ class _Pack:
         with health.phase("compiling"):
             train_step = self._compile(state, feed(step), evaluator)
         settings = program.put_settings()
-        progress = stack.enter_context(TrainingProgress(self.console, step, config.steps, self.task.headline[0]))
         stack.enter_context(health.phase("stepping"))
+        progress.begin(step)
         pending: list[dict[str, jax.Array]] = []
         watch, began, saved_at = Stopwatch(), time.monotonic(), time.monotonic()
         if step == config.steps:  # a stop came during the last evaluation
-            self._evaluate(evaluator, state, step, progress)
+            self._evaluate(evaluator, state, step)
         while step < config.steps and not self.stop.requested() and not self._half_have_ended():
             inputs = program.put(np.int32(step)), feed(step)
             with jax.transfer_guard("disallow"):
@@ -148,14 +153,14 @@ class _Pack:
             saving = last or _is_multiple(step, config.checkpoint.every_steps)
             saving |= minutes is not None and time.monotonic() - saved_at >= 60 * minutes
             if evaluating or saving or _is_multiple(step, config.log.every_steps):
-                self._log(step, pending, watch, progress)
+                self._log(step, pending, watch)
             with watch.pause():
                 if evaluating:
-                    self._evaluate(evaluator, state, step, progress)
+                    self._evaluate(evaluator, state, step)
                 if saving or not all(m.active for m in self.members):
                     self._save(state, step, began)
                     saved_at = time.monotonic()
-        self._log(step, pending, watch, progress)
+        self._log(step, pending, watch)
         self._save(state, step, began, ending=True)
         for member in self.members:
             member.log.close()
@@ -163,6 +168,11 @@ class _Pack:
             member.run.push()
             health.beat()
         return [member.outcome for member in self.members]
+
+    def _answer(self) -> str:
+        phase, step = self.health.doing()[0], self.health.step
+        saved = min(member.saver.checkpoints.complete(step) for member in self.members)
+        return answer("evaluating all" if phase == "evaluating" else phase, step, saved)
 
     def _restore(self) -> tuple[TrainState, int]:
         """The state of the last step that all runs have a checkpoint of."""
@@ -180,20 +190,19 @@ class _Pack:
 
     def _compile(self, state: TrainState, fed: Any, evaluator: PackEvaluator) -> Any:
         began = time.perf_counter()
-        with self.console.status(f"compiling the step of {len(self.members)} runs"):
-            train_step = self.program.compile(fed)
+        self.progress.detail("compiling", f"compiling the step of {len(self.members)} runs")
+        train_step = self.program.compile(fed)
         needed = step_bytes(train_step)
         memory = "" if needed is None else f"; it needs {size(needed)} a device"
         devices = f"{self.program.mesh.size} × {self.program.mesh.devices.flat[0].device_kind}"
-        seconds = time.perf_counter() - began
-        say(self.console, f"compiled the step of {len(self.members)} runs on {devices} in {seconds:.1f} s{memory}")
+        seconds = duration(time.perf_counter() - began)
+        say(self.console, f"compiled the step of {len(self.members)} runs on {devices} in {seconds}{memory}")
+        self.progress.detail("compiling", "compiling the evaluation")
         evaluator.compile(evaluation_params(state.params, state.ema, self.config.eval.weights))
         self.program.take(state, 0)
         return train_step
 
-    def _log(
-        self, step: int, pending: list[dict[str, jax.Array]], watch: Stopwatch, progress: TrainingProgress
-    ) -> None:
+    def _log(self, step: int, pending: list[dict[str, jax.Array]], watch: Stopwatch) -> None:
         if not pending:
             return
         fetched = jax.device_get(pending)
@@ -213,12 +222,21 @@ class _Pack:
                 text = f"loss or gradients were not finite in the last {member.bad_steps} steps"
                 self._end(member, "diverged", text, step)
         if records:
-            progress.trained(step, _median(records))
+            self.progress.trained(step, _median(records))
 
-    def _evaluate(self, evaluator: PackEvaluator, state: TrainState, step: int, progress: TrainingProgress) -> None:
+    def _evaluate(self, evaluator: PackEvaluator, state: TrainState, step: int) -> None:
+        rows, total = 0, evaluator.rows
+
+        def scored_more(more: int) -> None:
+            nonlocal rows
+            rows += more
+            self.progress.detail("evaluating", f"evaluating {rows:,}/{total:,}")
+            self.health.beat()
+
+        self.progress.detail("evaluating", f"evaluating 0/{total:,}")
         with self.health.phase("evaluating"):
             params = evaluation_params(state.params, state.ema, self.config.eval.weights)
-            found = evaluator(params, lambda _: self.health.beat())
+            found = evaluator(params, scored_more)
         scored = {}
         active = [member for member in self.members if member.active]
         for member in active:
@@ -232,7 +250,7 @@ class _Pack:
             elif member.described.name in why:
                 self._end(member, "stopped_early", why[member.described.name], step)
         if scored:
-            progress.evaluated(step, _median(list(scored.values())))
+            self.progress.evaluated(step, _median(list(scored.values())))
 
     def _half_have_ended(self) -> bool:
         return 2 * sum(member.active for member in self.members) <= len(self.members)
@@ -243,6 +261,7 @@ class _Pack:
 
     def _save(self, state: TrainState, step: int, began: float, *, ending: bool = False) -> None:
         """Of each run that goes on, or has just ended, a checkpoint; then how it stands."""
+        self.progress.detail("saving", f"saving step {step:,} of {len(self.members)} runs")
         with self.health.phase("saving"):
             for member in self.members:
                 if member.outcome.state != "running" and member.outcome.step != step:

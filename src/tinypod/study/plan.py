@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
 from tinypod.errors import UserError
 from tinypod.planning.planner import Plan, Planner
 from tinypod.planning.prices import Prices
 from tinypod.planning.slices import Slice
+from tinypod.runs.terminal import Listing, amount, dollars, duration
 from tinypod.study.claims import Worker
 from tinypod.study.file import Study, StudyRun
 from tinypod.study.packing import can_pack, most_devices, shape_of
@@ -143,22 +143,21 @@ def _alone(shapes: Sequence[ShapePlan], target: Slice, prices: Prices, console: 
     return total
 
 
-def table(found: StudyPlan) -> Table:
+def table(found: StudyPlan) -> Listing:
     target = found.target
     hosts = f", {target.hosts} hosts" if target.hosts > 1 else ""
-    shown = Table(title=f"{found.study.name} on {target.name} ({target.devices} devices{hosts})", title_justify="left")
-    for column in ("runs", "like", "packs of", "a device", "GiB", "ms per step", "host hours" if hosts else "hours"):
-        shown.add_column(column, justify="left" if column == "like" else "right")
+    columns = ("like", "runs", "packs of", "per device", "GiB", "ms per step", "time of hosts" if hosts else "time")
+    shown = Listing(f"{found.study.name} on {target.name} ({target.devices:,} devices{hosts})", columns)
     for shape in found.shapes:
         step_s, times = shape.plan.step_s, max(shape.a_device, 1)
         shown.add_row(
-            str(len(shape.runs)),
             shape.runs[0].variant,
+            f"{len(shape.runs):,}",
             _counted(shape.packs),
             str(shape.a_device) if shape.a_device else "one on all",
             f"{shape.plan.analysis.memory.needed * times / 2**30:.2f}",
-            "–" if step_s is None else f"{1e3 * step_s * times:,.1f}",
-            f"{shape.hours:.2f}",
+            "–" if step_s is None else amount(1e3 * step_s * times),
+            _time(shape.hours),
         )
     return shown
 
@@ -171,11 +170,15 @@ def _counted(packs: Sequence[int]) -> str:
 
 def summary(found: StudyPlan) -> str:
     text = f"{len(found.study.runs)} runs in {sum(len(shape.packs) for shape in found.shapes)} packs"
-    text += f" of {len(found.shapes)} shapes: {found.hours:.2f} hours"
+    text += f" of {len(found.shapes)} shapes: {_time(found.hours)}"
     if found.dollars is not None:
-        text += f", ${found.dollars:,.2f} on demand"
+        text += f", {dollars(found.dollars)} on demand"
     if found.dollars_spot is not None:
-        text += f", ${found.dollars_spot:,.2f} spot"
+        text += f", {dollars(found.dollars_spot)} spot"
     if found.alone_hours is not None:
-        text += f"; one run after the other over all devices: {found.alone_hours:.2f} hours"
+        text += f"; one run after the other over all devices: {_time(found.alone_hours)}"
     return text
+
+
+def _time(hours: float) -> str:
+    return duration(3600 * hours, whole=True)

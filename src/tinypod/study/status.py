@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.table import Table
-
 from tinypod.runs.metrics import MetricsLog
+from tinypod.runs.terminal import Listing
 from tinypod.study.folder import Outcome, read_outcome, read_study, run_of
 
 
@@ -33,21 +32,17 @@ def read_rows(folder: Path) -> tuple[dict[str, Any], list[Row]]:
     return study, rows
 
 
-def table(folder: Path) -> Table:
+def table(folder: Path) -> Listing:
     study, rows = read_rows(folder)
     shown = {state: sum(row.outcome.state == state for row in rows) for state in ("done", "running", "waiting")}
     ended = len(rows) - sum(shown.values())
     title = ", ".join(f"{count} {state}" for state, count in shown.items() if count)
     title += f", {ended} ended otherwise" if ended else ""
-    found = Table(title=f"{study['name']}: {title}", title_justify="left")
-    for column, where in (("run", "left"), ("state", "left"), ("step", "right")):
-        found.add_column(column, justify=where)  # type: ignore[arg-type]
-    found.add_column(study["metric_label"], justify="right")
-    found.add_column("best", justify="right")
+    columns = ("run", "state", "step", study["metric_label"], "best", "why")
+    why = any(row.outcome.reason for row in rows)
+    found = Listing(f"{study['name']}: {title}", columns if why else columns[:-1], left=("state",), notes=("why",))
     for row in rows:
         state = row.outcome.state.replace("_", " ")
         values = ["" if value is None else format(value, study["metric_format"]) for value in (row.latest, row.best)]
-        found.add_row(
-            row.name, state + (f": {row.outcome.reason}" if row.outcome.reason else ""), f"{row.step:,}", *values
-        )
+        found.add_row(row.name, state, f"{row.step:,}", *values, *[row.outcome.reason or ""] * why)
     return found

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from tinypod import sharding
 from tinypod.data import blocks
 from tinypod.models import layers, qwen3
 from tinypod.models.qwen3 import LINEARS, Params, Qwen3Config
+from tinypod.runs.terminal import Listing
 from tinypod.sharding import ANYWHERE, Placement
 from tinypod.tasks.distill_losses import cut
 from tinypod.weights.language_model import LanguageModel, place
@@ -130,10 +130,7 @@ def _divergence(
 
 def render(quantised: Quantised) -> RenderableType:
     config, rounding, fidelity = quantised.config, quantised.rounding, quantised.fidelity
-    table = Table()
-    table.add_column("linear")
-    for name in ("bits", "rank", "relative error", *(["output error"] if fidelity else [])):
-        table.add_column(name, justify="right")
+    table = Listing("", ("linear", "bits", "rank", "relative error", *(["output error"] if fidelity else [])))
     for name in filter(quantised.errors.__contains__, LINEARS):
         bits, rank = (rounding.bits, "–") if rounding else (config.bits(name), str(config.rank(name)))
         outputs: Mapping[str, float] = fidelity.outputs if fidelity else {}

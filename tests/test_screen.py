@@ -1,0 +1,148 @@
+"""What a person sees, in real terminals of 80 and of 60 columns, in a pipe, and at Ctrl-C."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fixtures import CONFIGS, TINY, write_4x4
+from terminals import PATIENCE_S, Terminal
+from tinypod import cli
+
+RECIPE = str(CONFIGS / "trm" / "sudoku_mlp.yaml")
+# A step that takes long to compile: there is time for Ctrl-C.
+LONG_TO_COMPILE = ("model.unroll=true", "model.H_cycles=3", "model.L_cycles=6", "compile_cache=null")
+SPINNING = r"[⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏]"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("screen")
+    write_4x4(folder / "data", test=400, num_sources=2)
+    return folder
+
+
+def training(folder: Path, run: str, *overrides: str) -> list[str]:
+    overrides = (*TINY, f"data.path={folder / 'data'}", f"compile_cache={folder / 'compiled'}", *overrides)
+    return ["train", RECIPE, *overrides, "--run", str(folder / run)]
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Terminal:
+    """A whole run at 60 columns."""
+    with Terminal(training(folder, "run", "log.every_steps=1"), 60) as terminal:
+        assert terminal.end() == 0, terminal.text
+    return terminal
+
+
+def assert_fits(terminal: Terminal) -> None:
+    too_long = [line for line in terminal.lines if len(line) > terminal.width]
+    assert too_long == []
+    assert "…" not in terminal.text
+
+
+def test_a_run_fits_60_columns(trained: Terminal) -> None:
+    assert_fits(trained)
+    for whole in ("best checkpoint", "held-out exact", "goodput", "C compiling"):
+        assert any(whole in line for line in trained.lines), whole
+
+
+def test_its_progress_line_says_what_it_does_and_moves(trained: Terminal) -> None:
+    compiling = [line for line in trained.lines if re.match(rf"{SPINNING} compiling the step · \d+ s", line)]
+    assert len(set(compiling)) > 1
+    assert any(re.match(rf"step 5/10 · {SPINNING} evaluating \d+/400 · \d+ s", line) for line in trained.lines)
+    assert any(re.match(rf"step 10/10 · {SPINNING} saving step 10 · \d+ s", line) for line in trained.lines)
+    assert any(re.match(r"step \d+/10 .*loss", line) for line in trained.lines)
+
+
+@pytest.mark.parametrize("width", [80, 60])
+@pytest.mark.parametrize(
+    ("arguments", "whole"),
+    [
+        (["slices"], ["v5e-256", "16x16", "not known", "usable GiB"]),
+        (["slices", "v4-64"], ["v4-64", "2x4x4", "devices"]),
+        (["runs", "status", "{run}"], ["done: step 10 of 10", "verdict", "checkpoints: 5, 10", "C compiling"]),
+        (["train", "{run}"], ["nothing left to do at step 10", "best checkpoint"]),
+        (["eval", "{run}"], ["source0", "source1", "puzzles", "exact"]),
+        (["train", "{run}/nowhere.yaml"], ["error: "]),
+    ],
+)
+def test_commands_fit(trained: Terminal, folder: Path, arguments: list[str], whole: list[str], width: int) -> None:
+    with Terminal([argument.format(run=folder / "run") for argument in arguments], width) as terminal:
+        assert terminal.end() in (0, 2), terminal.text
+    assert_fits(terminal)
+    for text in whole:
+        assert any(text in line for line in terminal.lines), (text, terminal.text)
+
+
+def test_in_a_pipe_there_are_whole_lines_without_control_characters(trained: Terminal, folder: Path) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tinypod", *training(folder, "piped", "steps=5")],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env=environ | {"JAX_PLATFORMS": "cpu"},
+        check=True,
+    )
+    assert not re.search(r"[\x00-\x09\x0b-\x1f]", done.stdout)
+    assert "compiling the step\n" in done.stdout
+    assert re.search(r"^step 5/5 · loss [\d.]+ · .*held-out .*", done.stdout, re.MULTILINE)
+
+
+def test_ctrl_c_is_answered_while_it_compiles_and_a_second_one_ends_it(folder: Path) -> None:
+    """At 80 columns."""
+    with Terminal(training(folder, "compiling", *LONG_TO_COMPILE), 80) as terminal:
+        terminal.wait_for("compiling the step")
+        terminal.interrupt()
+        terminal.wait_for("stopping once the compiler is done")
+        terminal.wait_for("Ctrl-C again ends at\\s+once and loses nothing")
+        assert "compiled the step" not in terminal.text
+        terminal.interrupt()
+        assert terminal.end() == 130
+    assert "compiled the step" not in terminal.text
+    assert terminal.output.rindex("\x1b[?25h") > terminal.output.rindex("\x1b[?25l"), "the cursor is shown again"
+    assert_fits(terminal)
+
+
+def test_ctrl_c_in_a_packed_study_is_answered_while_it_compiles(folder: Path) -> None:
+    with Terminal(training(folder, "study", "seed=0,1", *LONG_TO_COMPILE), 80) as terminal:
+        terminal.wait_for("compiling the step of 2 runs")
+        terminal.interrupt()
+        terminal.wait_for("stopping once the compiler is done")
+        assert "compiled the step" not in terminal.text
+        terminal.interrupt()
+        assert terminal.end() == 130
+
+
+def test_ctrl_c_in_an_evaluation_says_what_will_be_saved(trained: Terminal, folder: Path) -> None:
+    """One that takes long: of single puzzles."""
+    slow = ("eval.batch_size=1", "task.halting.max_steps=16")
+    with Terminal(training(folder, "evaluating", *slow), 60) as terminal:
+        terminal.wait_for(r"evaluating \d+/400")
+        terminal.interrupt()
+        terminal.wait_for("stopping in the middle of the evaluation")
+        assert terminal.end() == 130
+    said = " ".join(terminal.text.split())
+    assert "then saving step 5; Ctrl-C again ends at once and loses what came after step 0" in said
+    assert (folder / "evaluating" / "checkpoints" / "5").is_dir()
+    assert_fits(terminal)
+
+
+def test_where_there_is_no_tpu_its_library_is_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("TPU_STDERR_LOG_LEVEL", "TPU_MIN_LOG_LEVEL")
+    monkeypatch.setattr(cli, "DEV", tmp_path)
+    for name in names:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    (tmp_path / "vfio").mkdir()
+    (tmp_path / "vfio" / "0").touch()
+    cli._quieten_libtpu()
+    assert not any(name in os.environ for name in names), "what a real TPU says is worth reading"
+    (tmp_path / "vfio" / "0").unlink()
+    monkeypatch.setenv(names[0], "0")
+    cli._quieten_libtpu()
+    assert [os.environ[name] for name in names] == ["0", "3"], "the user's own setting stays"
