@@ -187,8 +187,10 @@ def read_config(run: Run) -> "ExperimentConfig":
     return configs.load(run.folder / CONFIG, [], ExperimentConfig)
 
 
-def load_config(config: str | Path, overrides: Sequence[str]) -> ExperimentConfig:
+def load_config(config: str | Path, overrides: Sequence[str]) -> "ExperimentConfig":
     """The config of a file, of a recipe, or of a run (its folder or its URL)."""
+    from tinypod.experiment import ExperimentConfig
+
     path = Path(config)
     if storage.is_remote(config):
         stored = open_run(config)
