@@ -38,8 +38,7 @@ def load_weights(
     config = read_config(run)
     if overrides:
         config = configs.load(run.folder / CONFIG, overrides, ExperimentConfig)
-    if not any(text.startswith("mesh") for text in overrides):
-        config = _on_these_devices(config)
+    config = _on_these_devices(config, overrides)
     experiment = build(config, dataset=None if needs_data else read_description(run).dataset)
     weights = weights or config.eval.weights
     scores = read_scores(run.folder, experiment) if weights == config.eval.weights else {}
@@ -77,13 +76,18 @@ def _read(checkpoints: Checkpoints, experiment: Experiment, step: int, weights: 
     return evaluation_params(restored["params"], restored.get("ema", {}), weights)
 
 
-def _on_these_devices(config: ExperimentConfig) -> ExperimentConfig:
-    """A run trained on a pod can be looked at on a laptop: a mesh that does not fit gives way to a plain one."""
+def _on_these_devices(config: ExperimentConfig, overrides: list[str]) -> ExperimentConfig:
+    """A run trained on a pod can be looked at on a laptop: a mesh that does not fit gives way to a plain one, with what
+    the overrides ask for."""
     try:
         config.mesh.shape(len(sharding.all_devices()))
         return config
     except ConfigError:
-        return config.model_copy(update={"mesh": sharding.MeshConfig()})
+        asked: dict[str, Any] = {}
+        for text in overrides:
+            asked = configs.merge(asked, configs.parse_override(text))
+        plain = configs.validate(asked.get("mesh", {}), sharding.MeshConfig, "mesh")
+        return config.model_copy(update={"mesh": plain})
 
 
 def pick_step(checkpoints: Checkpoints, wanted: str, run: Run) -> int:
