@@ -14,7 +14,7 @@ from tinypod.runs.failures import VanishedError
 from tinypod.runs.folder import CONFIG, Run, read_config
 from tinypod.runs.run_log import read_scores
 from tinypod.runs.saver import open_checkpoints
-from tinypod.step import evaluation_params
+from tinypod.step import evaluation_params, select_trained
 from tinypod.tasks.task import is_trained, select
 
 TRIES = 5  # a run that trains may remove a checkpoint while it is read
@@ -67,11 +67,12 @@ def check_overrides(overrides: list[str]) -> None:
 
 
 def _read(checkpoints: Checkpoints, experiment: Experiment, step: int, weights: str) -> Any:
-    state = experiment.abstract_state
-    part = {"params": state.params}
+    params, task = experiment.abstract_params, experiment.task
+    part = {"params": params}
     if weights == "ema":
-        evaluation_params(state.params, state.ema, weights)  # an error where no averages are kept
-        part = {"params": select(state.params, lambda path: not is_trained(experiment.task, path)), "ema": state.ema}
+        ema = select_trained(task, params) if experiment.config.ema_decay is not None else {}
+        evaluation_params(params, ema, weights)  # an error where no averages are kept
+        part = {"params": select(params, lambda path: not is_trained(task, path)), "ema": ema}
     restored = checkpoints.restore(step, part)
     return evaluation_params(restored["params"], restored.get("ema", {}), weights)
 
