@@ -190,6 +190,14 @@ class Experiment:
         )
 
     @cached_property
+    def abstract_params(self) -> Any:
+        """Those of the state; also on a mesh over which its batch does not divide."""
+        shapes = jax.eval_shape(self.task.init_params, jax.random.key(0))
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.state_shardings.params
+        )
+
+    @cached_property
     def abstract_inputs(self) -> tuple[Any, ...]:
         """Of the step: state, settings, number and feed, without reading data."""
         whole = sharding.replicated(self.mesh)
@@ -219,7 +227,7 @@ class Experiment:
 
     @property
     def num_weights(self) -> int:
-        return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(self.abstract_state.params))
+        return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(self.abstract_params))
 
     def check_batch(self) -> None:
         """Training only: evaluation pads its batches."""

@@ -207,12 +207,16 @@ def test_a_run_of_an_older_version_has_no_score_and_is_listed(tmp_path: Path) ->
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nope is not a folder"):
         list_runs(str(tmp_path / "nope"), NOW)
+    gcs.shared()
+    with pytest.raises(UserError, match=r"gs://tinypod-test/nope is not a folder"):
+        list_runs("gs://tinypod-test/nope", NOW)
 
 
 def test_runs_in_a_bucket_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     url = "gs://tinypod-test/listing/runs"
-    for name, score in (("a", 0.5), ("b", 0.75)):
+    gcs.shared().put(f"{url}/study/study.json", b"{}")
+    for name, score in (("a", 0.5), ("study/runs/b", 0.75)):
         run = make(tmp_path / name, scores=[(10, score)])
         for path in run.rglob("*"):
             if path.is_file():
@@ -220,7 +224,7 @@ def test_runs_in_a_bucket_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     entries = {entry.name: entry for entry in list_runs(url, NOW)}
     assert {name: (entry.path, entry.state, entry.final) for name, entry in entries.items()} == {
         "a": (f"{url}/a", "done", 0.5),
-        "b": (f"{url}/b", "done", 0.75),
+        "study/runs/b": (f"{url}/study/runs/b", "done", 0.75),
     }
 
 

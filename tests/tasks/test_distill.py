@@ -1,6 +1,7 @@
 """Distillation by the same loop: a tiny teacher, its cache, and students in every form."""
 
 import json
+import shutil
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rich.console import Console
 from tinypod import config as configs
 from tinypod.cache import build as caches
 from tinypod.data import blocks
-from tinypod.errors import ConfigError, UserError
+from tinypod.errors import ConfigError, DataError, UserError
 from tinypod.evaluate import Evaluator
 from tinypod.experiment import ExperimentConfig, build
 from tinypod.models import qwen3
@@ -97,6 +98,17 @@ def scores(run: Path, *overrides: str, split: str | None = None) -> dict[str, fl
 def state_of(run: Path, step: int) -> Any:
     experiment = build(configs.load(run / "config.yaml", [], ExperimentConfig))
     return open_checkpoints(Run(run), experiment, {}, read_only=True).restore(step, experiment.abstract_state)
+
+
+def test_a_copied_run_is_a_language_model_without_its_blocks(teacher: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(teacher / "run", tmp_path / "copied")
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace(str(teacher / "blocks"), "/not/here"))
+    here, there = (language_model.load(str(source)) for source in (run, teacher / "run"))
+    for a, b in zip(jax.tree.leaves(here.params), jax.tree.leaves(there.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(DataError, match="/not/here"):
+        scores(run)
 
 
 def test_a_model_learns_a_text_and_its_cache_says_what_it_thinks(teacher: Path, cache: Path) -> None:

@@ -120,9 +120,9 @@ def render(found: Comparison, width: int) -> RenderableType:
     return Group(
         *legend,
         Text(f"\n{title}", "bold"),
-        *([_beside(letters, differ, width)] if differ else []),
+        *([_differences(letters, differ, width)] if differ else []),
         Text("\nwhat they reached", "bold"),
-        _beside(letters, _results(found), width),
+        *(block.table for block in _blocks(letters, _results(found), width)),
     )
 
 
@@ -146,19 +146,12 @@ def _results(found: Comparison) -> dict[str, list[str]]:
     return {name: cells for name, cells in rows.items() if any(cells)}
 
 
-def _beside(letters: Sequence[str], rows: dict[str, list[str]], width: int) -> RenderableType:
+def _differences(letters: Sequence[str], rows: dict[str, list[str]], width: int) -> RenderableType:
     """A column for each run if that fits; otherwise each key with its values below it, equal ones together."""
-    columns = list(zip(*rows.values(), strict=True))
-    if max(map(len, rows)) + sum(max(map(len, cells)) + 2 for cells in columns) <= width:
-        table = Table(box=None, header_style="dim", padding=(0, 1), pad_edge=False)
-        for name in ("", *letters):
-            table.add_column(name, justify="right" if name else "left", no_wrap=True)
-        for key, cells in rows.items():
-            table.add_row(Text(key), *map(Text, cells))
-        return table
+    if len(blocks := _blocks(letters, rows, width)) == 1 and blocks[0].width <= width:
+        return blocks[0].table
     parts: list[RenderableType] = []
     for key, cells in rows.items():
-        parts.append(Text(key))
         shared: dict[str, list[str]] = {}
         for letter, cell in zip(letters, cells, strict=True):
             shared.setdefault(cell, []).append(letter)
@@ -167,8 +160,33 @@ def _beside(letters: Sequence[str], rows: dict[str, list[str]], width: int) -> R
         stacked.add_column(overflow="fold")  # a path is never cut
         for cell, who in shared.items():
             stacked.add_row(Text(f"  {' '.join(who)}"), Text(cell))
-        parts.append(stacked)
+        parts += [Text(key), stacked]
     return Group(*parts)
+
+
+class _Block(NamedTuple):
+    table: Table
+    width: int
+
+
+def _blocks(letters: Sequence[str], rows: dict[str, list[str]], width: int) -> list[_Block]:
+    """Tables with a column for each run, as many in each as fit."""
+    keys, columns = max(map(len, rows)), list(zip(*rows.values(), strict=True))
+    blocks: list[_Block] = []
+    start = 0
+    while start < len(letters):
+        stop, taken = start, keys
+        while stop < len(letters) and (stop == start or taken + max(map(len, columns[stop])) + 2 <= width):
+            taken += max(map(len, columns[stop])) + 2
+            stop += 1
+        table = Table(box=None, header_style="dim", padding=(0, 1), pad_edge=False)
+        for name in ("", *letters[start:stop]):
+            table.add_column(name, justify="right" if name else "left", no_wrap=True)
+        for key, cells in rows.items():
+            table.add_row(Text(key), *map(Text, cells[start:stop]))
+        blocks.append(_Block(table, taken))
+        start = stop
+    return blocks
 
 
 def _show(value: Any) -> str:

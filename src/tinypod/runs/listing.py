@@ -101,10 +101,10 @@ class Entry:
 def list_runs(target: str | None, now: float) -> list[Entry]:
     """Those below a folder or URL, or else in `runs` and `studies` of the current folder; newest first."""
     base = target or ""
-    if target is not None and not storage.is_remote(target) and not Path(target).is_dir():
-        raise UserError(f"{target} is not a folder; give one that has runs in it, like runs")
     with storage.explained(base):
         tops = [Path(place) for place in _PLACES] if target is None else [storage.folder(target)]
+        if target is not None and not tops[0].is_dir():
+            raise UserError(f"{target} is not a folder, or is not there; give one that has runs in it, like runs")
         found = [path for top in tops for path in _find(top, _DEPTH)]
     prefix = "" if target is None else f"{tops[0]}"
     named = [(str(path), str(path).removeprefix(prefix).lstrip("/") or path.name) for path in found]

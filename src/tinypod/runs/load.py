@@ -14,7 +14,7 @@ from tinypod.runs.failures import VanishedError
 from tinypod.runs.folder import CONFIG, Run, read_config
 from tinypod.runs.run_log import read_scores
 from tinypod.runs.saver import open_checkpoints
-from tinypod.step import evaluation_params
+from tinypod.step import evaluation_params, select_trained
 from tinypod.tasks.task import is_trained, select
 
 TRIES = 5  # a run that trains may remove a checkpoint while it is read
@@ -38,8 +38,7 @@ def load_weights(
     config = read_config(run)
     if overrides:
         config = configs.load(run.folder / CONFIG, overrides, ExperimentConfig)
-    if not any(text.startswith("mesh") for text in overrides):
-        config = _on_these_devices(config)
+    config = _on_these_devices(config, overrides)
     experiment = build(config, dataset=None if needs_data else read_description(run).dataset)
     weights = weights or config.eval.weights
     scores = read_scores(run.folder, experiment) if weights == config.eval.weights else {}
@@ -68,22 +67,28 @@ def check_overrides(overrides: list[str]) -> None:
 
 
 def _read(checkpoints: Checkpoints, experiment: Experiment, step: int, weights: str) -> Any:
-    state = experiment.abstract_state
-    part = {"params": state.params}
+    params, task = experiment.abstract_params, experiment.task
+    part = {"params": params}
     if weights == "ema":
-        evaluation_params(state.params, state.ema, weights)  # an error where no averages are kept
-        part = {"params": select(state.params, lambda path: not is_trained(experiment.task, path)), "ema": state.ema}
+        ema = select_trained(task, params) if experiment.config.ema_decay is not None else {}
+        evaluation_params(params, ema, weights)  # an error where no averages are kept
+        part = {"params": select(params, lambda path: not is_trained(task, path)), "ema": ema}
     restored = checkpoints.restore(step, part)
     return evaluation_params(restored["params"], restored.get("ema", {}), weights)
 
 
-def _on_these_devices(config: ExperimentConfig) -> ExperimentConfig:
-    """A run trained on a pod can be looked at on a laptop: a mesh that does not fit gives way to a plain one."""
+def _on_these_devices(config: ExperimentConfig, overrides: list[str]) -> ExperimentConfig:
+    """A run trained on a pod can be looked at on a laptop: a mesh that does not fit gives way to a plain one, with what
+    the overrides ask for."""
     try:
         config.mesh.shape(len(sharding.all_devices()))
         return config
     except ConfigError:
-        return config.model_copy(update={"mesh": sharding.MeshConfig()})
+        asked: dict[str, Any] = {}
+        for text in overrides:
+            asked = configs.merge(asked, configs.parse_override(text))
+        plain = configs.validate(asked.get("mesh", {}), sharding.MeshConfig, "mesh")
+        return config.model_copy(update={"mesh": plain})
 
 
 def pick_step(checkpoints: Checkpoints, wanted: str, run: Run) -> int:
