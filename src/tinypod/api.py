@@ -257,8 +257,10 @@ class Model:
 
 
 def _console() -> Console:
-    """Lines of plain text in a notebook: rich's own display there warns where ipywidgets is missing."""
-    return Console(force_jupyter=False)
+    """In a notebook, lines of plain text: rich's own display there needs ipywidgets, and by FORCE_COLOR, which kernels
+    set, rich would take it for a terminal."""
+    console = Console()
+    return Console(force_jupyter=False, force_terminal=False) if console.is_jupyter else console
 
 
 def _texts(overrides: Overrides, keys: Mapping[str, Any]) -> list[str]:
