@@ -223,6 +223,13 @@ def test_an_interrupt_saves_and_the_next_call_resumes(data: Path, tmp_path: Path
     assert rows[-1]["step"] == step + 1
 
 
+def test_an_interrupt_before_the_first_step_claims_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = training.Outcome(None, 0, signal.SIGINT)
+    monkeypatch.setattr(training, "train", lambda *_, **__: stopped)
+    with pytest.raises(KeyboardInterrupt, match="stopped before its first step; call it again"):
+        tinypod.train(RECIPE)
+
+
 def test_a_thread_may_train(data: Path, tmp_path: Path) -> None:
     """Some notebooks run cells in one; Python lets it install no handlers."""
     done: list[tinypod.Model] = []

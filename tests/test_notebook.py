@@ -29,6 +29,7 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytes
     shown = [kind for output in outputs if "data" in output for kind in output.data]
     assert shown.count("image/png") == 2
     assert shown.count("image/svg+xml") == 1
+    assert "text/html" not in shown  # nothing is shown twice
     printed = "".join(output.text for output in outputs if output.output_type == "stream")
     assert not [output for output in outputs if output.get("name") == "stderr"], printed  # no warnings
     assert "step 12/12" in printed

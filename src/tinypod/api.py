@@ -107,9 +107,8 @@ def train(
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_term)
     if outcome.stopped_by == signal.SIGINT:
-        raise KeyboardInterrupt(
-            f"{target}: stopped at step {outcome.step:,}, with a checkpoint; call it again to resume"
-        )
+        saved = f"at step {outcome.step:,}, with a checkpoint" if outcome.step else "before its first step"
+        raise KeyboardInterrupt(f"{target}: stopped {saved}; call it again to resume")
     if outcome.stopped_by is not None:
         raise SystemExit(128 + outcome.stopped_by)
     if not outcome.trained:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.columns import Columns
@@ -202,8 +203,9 @@ def save_svg(refinement: Refinement, path: Path, every: int = 1, width: int = 10
 
 def draw_svg(refinement: Refinement, every: int = 1, width: int = 101) -> str:
     """What a terminal of that width shows as a picture; the same refinement gives the same characters."""
-    # The environment (NO_COLOR, COLUMNS, ...) must not reach the picture.
-    console = Console(record=True, width=width, file=io.StringIO(), color_system="truecolor", _environ={})
+    # The environment (NO_COLOR, COLUMNS, a notebook, ...) must not reach the picture.
+    settings: dict[str, Any] = {"force_jupyter": False, "color_system": "truecolor", "_environ": {}}
+    console = Console(record=True, width=width, file=io.StringIO(), **settings)
     console.print(render_refinement(refinement, every))
     # The id, a hash of what is drawn, keeps the styles of two pictures on one page apart.
     svg = console.export_svg(title="tinypod solve")
