@@ -107,9 +107,8 @@ def train(
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_term)
     if outcome.stopped_by == signal.SIGINT:
-        raise KeyboardInterrupt(
-            f"{target}: stopped at step {outcome.step:,}, with a checkpoint; call it again to resume"
-        )
+        saved = f"at step {outcome.step:,}, with a checkpoint" if outcome.step else "before its first step"
+        raise KeyboardInterrupt(f"{target}: stopped {saved}; call it again to resume")
     if outcome.stopped_by is not None:
         raise SystemExit(128 + outcome.stopped_by)
     if not outcome.trained:
@@ -275,8 +274,10 @@ class Model:
 
 
 def _console() -> Console:
-    """Lines of plain text in a notebook: rich's own display there warns where ipywidgets is missing."""
-    return Console(force_jupyter=False)
+    """In a notebook, lines of plain text: rich's own display there needs ipywidgets, and by FORCE_COLOR, which kernels
+    set, rich would take it for a terminal."""
+    console = Console()
+    return Console(force_jupyter=False, force_terminal=False) if console.is_jupyter else console
 
 
 def _texts(overrides: Overrides, keys: Mapping[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ MOST_STEPS = 4  # besides the puzzle: a fifth would be too small to read in a co
 CELL, MARGIN, GAP, LABEL = 28, 20, 34, 156  # pixels; the last is the room that the words below a grid need
 GRID_TOP, BELOW = 44, 92  # where grids begin; the height of what stands below them
 
+ROOT = "tinypod-solve"
 COLORS = {  # on a light page, on a dark one
     ".page": ("fill", "#ffffff", "#0d1117"),
     "text": ("fill", "#1f2328", "#e6edf3"),
@@ -25,10 +26,16 @@ COLORS = {  # on a light page, on a dark one
     ".thin": ("stroke", "#c8ccd0", "#3d444d"),
     ".thick": ("stroke", "#59636e", "#9198a1"),
 }
-STYLE = """text { font: 15px ui-sans-serif, "DejaVu Sans", Helvetica, Arial, sans-serif; text-anchor: middle }
-.clue, .title { font-weight: bold } .note { font-size: 13px } .left { text-anchor: start }
-.broken, .thin, .thick { fill: none } .broken, .thick { stroke-width: 2 }
-"""
+STYLE = {
+    "text": 'font: 15px ui-sans-serif, "DejaVu Sans", Helvetica, Arial, sans-serif; text-anchor: middle',
+    ".clue": "font-weight: bold",
+    ".title": "font-weight: bold",
+    ".note": "font-size: 13px",
+    ".left": "text-anchor: start",
+    ".broken": "fill: none; stroke-width: 2",
+    ".thick": "fill: none; stroke-width: 2",
+    ".thin": "fill: none",
+}
 
 
 def draw_svg(refinement: Refinement) -> str:
@@ -45,18 +52,20 @@ def draw_svg(refinement: Refinement) -> str:
         previous = grid
     width = 2 * MARGIN + len(parts) // 2 * (panel + GAP) + panel
     height = GRID_TOP + side * CELL + BELOW
-    light, dark = (
-        "\n".join(f"{name} {{ {key}: {colors[scheme]} }}" for name, (key, *colors) in COLORS.items())
-        for scheme in (0, 1)
-    )
+    light, dark = (_css({name: f"{key}: {colors[i]}" for name, (key, *colors) in COLORS.items()}) for i in (0, 1))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img">\n<title>{escape(verdict(refinement))}</title>\n<style>\n{STYLE}{light}\n'
+        f'class="{ROOT}" role="img">\n<title>{escape(verdict(refinement))}</title>\n<style>\n{_css(STYLE)}\n{light}\n'
         f"@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n</style>\n"
         f'<rect class="page" width="{width}" height="{height}" rx="8"/>\n'
         + "\n".join([*parts, _legend(height - 16)])
         + "\n</svg>\n"
     )
+
+
+def _css(rules: dict[str, str]) -> str:
+    """For this picture alone: in a notebook it is part of a page with others."""
+    return "\n".join(f".{ROOT} {name} {{ {rule} }}" for name, rule in rules.items())
 
 
 def _shown(refinement: Refinement) -> list[tuple[int, int]]:

@@ -110,4 +110,4 @@ def _lines(text: str) -> list[tuple[str, str]]:
 def _listed(texts: Sequence[str]) -> list[tuple[str, str]]:
     if not texts:
         raise DataError("no puzzles to solve: the list is empty")
-    return [(f"puzzle {number}, {text!r}", text) for number, text in enumerate(texts)]
+    return [(f"{text!r}" if len(texts) == 1 else f"[{n}] {text!r}", text) for n, text in enumerate(texts)]
