@@ -2,12 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo demo-study demo-distill test test-all lint clean help
+.PHONY: demo demo-study demo-distill figures test test-all lint clean help
 
 help:
 	@echo "make demo          set up, make small Sudokus, train on them for two minutes, watch one being solved"
 	@echo "make demo-study    set up, train twelve models, say in a report what width and learning rate change"
 	@echo "make demo-distill  set up, train a small language model, quantise it to 4 and 2 bits, distil back what was lost"
+	@echo "make figures       make the pictures and the demo's figures of README and docs again, from three seeds"
 	@echo "make test          set up, then formatting, lint, types and tests (the slow ones left out)"
 	@echo "make test-all      the same with the slow tests"
 	@echo "make clean         remove .venv and caches; data/ and runs/ stay"
@@ -33,16 +34,17 @@ help:
 data/demo/dataset.json: | .venv/runtime
 	$(BIN)/tinypod data sudoku data/demo --generate --box 2x3 --clues 20 --train-size 1000 --test-size 500
 
-demo: .venv/runtime data/demo/dataset.json
-	$(BIN)/tinypod train demo --run runs/demo
-	$(BIN)/tinypod eval runs/demo
-	$(BIN)/tinypod solve runs/demo
+demo: .venv/runtime
+	$(BIN)/tinypod demo
 
 demo-study: .venv/runtime data/demo/dataset.json
 	$(BIN)/tinypod study run studies/demo
 
 demo-distill: .venv/lm
 	$(BIN)/python examples/distill/demo.py
+
+figures: .venv/runtime
+	$(BIN)/python docs/figures.py
 
 lint: .venv/dev
 	$(BIN)/ruff format --check .

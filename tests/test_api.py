@@ -159,7 +159,7 @@ def test_plans_are_those_of_the_command(data: Path, tmp_path: Path, monkeypatch:
     fake_compiler.install(monkeypatch, tmp_path, row_mib=40.0)
     roomy = tinypod.plan(RECIPE, {"data.path": data}, slice="v4-64", batch_size=6144)
     assert str(roomy) == repr(roomy)
-    assert re.fullmatch(r"v4-64: fits, needs .* of 30\.75 GiB a device, .* a step, .* steps, \$.* spot", str(roomy))
+    assert re.fullmatch(r"v4-64: fits, needs .* of 30\.75 GiB per device, .* per step, .* steps, \$.* spot", str(roomy))
     tight = tinypod.plan(RECIPE, {"data.path": data}, slice=" V4-8", batch_size=6144)
     assert tight.proposal is not None
     assert tight.proposal.fits

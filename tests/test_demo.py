@@ -7,7 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from tinypod import cli
+from tinypod.cli.demo import make_puzzles
 from tinypod.data import puzzles, sudoku
 
 ROOT = Path(__file__).parents[1]
@@ -27,23 +30,37 @@ def recipe_of(target: str) -> list[str]:
 
 @pytest.mark.slow
 def test_the_demo_solves_held_out_puzzles(tmp_path: Path) -> None:
-    commands = [line.split()[1:] for line in recipe_of("demo") if line.startswith(".venv/bin/tinypod")]
-    assert [command[0] for command in commands] == ["data", "train", "eval", "solve"]
-    commands[2].append("--json")
-    outputs = [
-        subprocess.run(
-            [sys.executable, "-m", "tinypod", *c], cwd=tmp_path, capture_output=True, text=True, check=True
-        ).stdout
-        for c in commands
-    ]
-    scores = json.loads(outputs[2])
+    [command] = [line.split()[1:] for line in recipe_of("demo") if line.startswith(".venv/bin/tinypod")]
+    assert command == ["demo"]
+
+    def tinypod(*arguments: str) -> str:
+        ran = [sys.executable, "-m", "tinypod", *arguments]
+        return subprocess.run(ran, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    shown = tinypod(*command)
+    scores = json.loads(tinypod("eval", "runs/demo", "--json"))
     assert scores["exact_accuracy"] >= 0.95
     assert scores["count"] == 500
-    assert "solved at step" in outputs[3]
+    assert f"It solves {round(500 * scores['exact_accuracy'])} of 500 held-out puzzles" in shown
+    assert "solved at step" in shown
     info = puzzles.read_info(tmp_path / "data/demo")
     train, test = (puzzles.read_split(tmp_path / "data/demo", info, name) for name in ("train", "test"))
     signatures = [sudoku.signatures(split.inputs - 1, (2, 3)) for split in (train, test)]
     assert not np.isin(signatures[1], signatures[0]).any()
+
+
+def test_the_study_of_the_demo_is_made_of_the_same_puzzles(tmp_path: Path) -> None:
+    """`make demo-study` and the recipe's comment say how to make by hand what `tinypod demo` makes."""
+    [made] = [line for line in recipe_of("demo-study") if "tinypod data sudoku" in line]
+    comment = (ROOT / "src/tinypod/configs/demo.yaml").read_text().splitlines()[1]
+    arguments = made.split()[1:]
+    assert arguments == comment.split()[2:]
+    by_hand, by_demo = tmp_path / "by_hand", tmp_path / "by_demo"
+    runner = CliRunner()
+    arguments[2] = str(by_hand)
+    assert runner.invoke(cli.app, arguments).exit_code == 0
+    make_puzzles(str(by_demo))
+    assert puzzles.read_info(by_hand) == puzzles.read_info(by_demo)  # with the hashes of their contents
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def demo(
     from tinypod.cli.train import train
     from tinypod.runs.terminal import say
 
-    _make_puzzles(load_config(RECIPE, overrides).data.path)
+    make_puzzles(load_config(RECIPE, overrides).data.path)
     train(RECIPE, overrides, run)
     say(console, "")
     _show_refinement(run)
@@ -36,7 +36,7 @@ def demo(
         say(console, f"  {command}\n      {what}")
 
 
-def _make_puzzles(path: str) -> None:
+def make_puzzles(path: str) -> None:
     """Those that the recipe's comment describes."""
     from tinypod import api
     from tinypod.runs import storage

@@ -82,11 +82,11 @@ class Plan(Facts):
     def __str__(self) -> str:
         """One line, not its kernels."""
         there = "" if self.usable_bytes is None else f" of {size(self.usable_bytes)}"
-        memory = f"{size(self.analysis.memory.needed)}{there} a device"
+        memory = f"{size(self.analysis.memory.needed)}{there} per device"
         if not self.fits:
             instead = "" if self.proposal is None else f"; {' '.join(self.proposal.overrides)} fits"
             return f"{self.slice}: does not fit, needs {memory}{instead}"
-        times = "" if self.step_s is None or self.hours is None else f", {duration(self.step_s)} a step"
+        times = "" if self.step_s is None or self.hours is None else f", {duration(self.step_s)} per step"
         times += f", {duration(3600 * self.hours)} for {self.steps:,} steps" if self.hours is not None else ""
         costs = ((self.dollars, "on demand"), (self.dollars_spot, "spot"))
         return f"{self.slice}: fits, needs {memory}{times}" + "".join(

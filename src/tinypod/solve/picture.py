@@ -11,7 +11,7 @@ import numpy as np
 from tinypod.solve.display import SYMBOLS, Refinement, broken_cells, confidence, equal_steps, verdict
 
 MOST_STEPS = 4  # besides the puzzle: a fifth would be too small to read in a column of text
-CELL, MARGIN, GAP, LABEL = 28, 20, 34, 156  # pixels; the last is the room that the words below a grid need
+CELL, MARGIN, GAP, LABEL = 28, 20, 34, 176  # pixels; the last is the room that the words below a grid need
 GRID_TOP, BELOW = 44, 92  # where grids begin; the height of what stands below them
 
 ROOT = "tinypod-solve"
@@ -30,6 +30,7 @@ STYLE = {
     "text": 'font: 15px ui-sans-serif, "DejaVu Sans", Helvetica, Arial, sans-serif; text-anchor: middle',
     ".clue": "font-weight: bold",
     ".title": "font-weight: bold",
+    ".sure": "font-size: 14px; font-weight: bold",
     ".note": "font-size: 13px",
     ".left": "text-anchor: start",
     ".broken": "fill: none; stroke-width: 2",
@@ -84,9 +85,9 @@ def _words(refinement: Refinement, step: int) -> list[tuple[str, str]]:
     elif step == len(refinement.grids):
         sure += ": does not stop"
     if refinement.solved_steps[step - 1]:
-        return [("title", sure), ("note right", "✔ solved")]
+        return [("sure", sure), ("note right", "✔ solved")]
     state = f"{broken} {'cell breaks' if broken == 1 else 'cells break'} a rule" if broken else "not filled in"
-    return [("title", sure), ("note", state)]
+    return [("sure", sure), ("note", state)]
 
 
 def _panel(

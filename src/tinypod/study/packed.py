@@ -193,7 +193,7 @@ class _Pack:
         self.progress.detail("compiling", f"compiling the step of {len(self.members)} runs")
         train_step = self.program.compile(fed)
         needed = step_bytes(train_step)
-        memory = "" if needed is None else f"; it needs {size(needed)} a device"
+        memory = "" if needed is None else f"; it needs {size(needed)} per device"
         devices = f"{self.program.mesh.size} × {self.program.mesh.devices.flat[0].device_kind}"
         seconds = duration(time.perf_counter() - began)
         say(self.console, f"compiled the step of {len(self.members)} runs on {devices} in {seconds}{memory}")
