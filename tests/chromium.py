@@ -138,9 +138,9 @@ class Page:
         return found["result"].get("value")
 
     def wait(self, script: str) -> Any:
-        """Until an expression is true."""
+        """Until an expression is true: its value, which is {} for an element."""
         end = time.monotonic() + LIMIT_S
-        while not (value := self.run(script)):
+        while (value := self.run(script)) in (None, False, 0, ""):
             assert time.monotonic() < end, f"never: {script}\n{self.run('document.body.innerText')}\n{self.errors}"
             time.sleep(0.05)
         return value

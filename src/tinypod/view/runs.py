@@ -170,7 +170,8 @@ def _search(folders: list[Path]) -> Iterator[tuple[str, tuple[str, Path]]]:
                 links = (folder / CONFIG, folder / METRICS, folder / HEALTH, folder / CHECKPOINTS)
                 if all(path.resolve().is_relative_to(inside) for path in links):
                     found += 1
-                    name = os.path.normpath(top / folder.relative_to(inside))
+                    relative = folder.relative_to(inside)
+                    name = inside.name if not relative.parts else str(relative if len(folders) == 1 else top / relative)
                     yield hashlib.sha256(os.fsencode(folder)).hexdigest()[:16], (name, folder)
             if len(folder.relative_to(inside).parts) >= MAX_DEPTH:
                 below.clear()
