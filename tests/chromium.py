@@ -19,7 +19,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars")
 FLAGS += ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions")
 FLAGS += ("--disable-dev-shm-usage", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost")
-LIMIT_S = 300
+LIMIT_S = 40
 # Chromium reads commands from file descriptor 3 and answers on 4; 0 after each message.
 _START = """import fcntl, os, sys
 ours = [fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3]]
@@ -147,16 +147,22 @@ class Page:
 
     def click(self, selector: str) -> None:
         """With the mouse, where the element is to be seen."""
-        where = self.wait(
+        x, y = self._place(selector, 0.5, 0.5)
+        for kind in ("mousePressed", "mouseReleased"):
+            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    def hover(self, selector: str, across: float = 0.5, down: float = 0.5) -> None:
+        """Over some share of the element's width and height."""
+        x, y = self._place(selector, across, down)
+        self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def _place(self, selector: str, across: float, down: float) -> tuple[float, float]:
+        x, y = self.wait(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)}); if (!e) return null;"
             "e.scrollIntoView({block: 'center'}); const r = e.getBoundingClientRect();"
-            "return r.width && [r.left + r.width / 2, r.top + r.height / 2] })()"
+            f"return r.width && [r.left + {across} * r.width, r.top + {down} * r.height] }})()"
         )
-        for kind in ("mousePressed", "mouseReleased"):
-            self.send("Input.dispatchMouseEvent", type=kind, x=where[0], y=where[1], button="left", clickCount=1)
-
-    def hover(self, x: float, y: float) -> None:
-        self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        return x, y
 
     def type(self, text: str) -> None:
         """Key by key, into what has the focus."""

@@ -67,10 +67,12 @@ def box_of(name: str) -> str:
     return f'#runs input[aria-label="Curves of {name}"]'
 
 
+def focus(page: Page, name: str) -> None:
+    page.run(f"[...document.querySelectorAll('#runs .name')].find(n => n.textContent === {name!r}).click()")
+
+
 def open_board(page: Page, name: str) -> None:
-    page.run(
-        f"[...document.querySelectorAll('#runs button')].find(b => b.querySelector('.name').textContent === '{name}').click()"
-    )
+    focus(page, name)
     page.click("#tab-board")
     page.wait("document.querySelectorAll('#grid .cell').length === 16")
 
@@ -101,10 +103,7 @@ def test_two_runs_are_compared_and_follow_their_logs(page: Page, runs: Path) -> 
     page.wait(f"Number({curve}.dataset.points) === {points + 1}")
     assert page.run(f"{curve}.getAttribute('d')") != path
 
-    left, top, width, height = page.run(
-        "(() => { const r = document.querySelector('figure svg').getBoundingClientRect(); return [r.left, r.top, r.width, r.height] })()"
-    )
-    page.hover(left + width - 20, top + height / 2)
+    page.hover("figure svg", 0.95)
     page.wait("!document.querySelector('figure .readout').hidden")
     readout = page.run("document.querySelector('figure .readout').textContent")
     assert "step 20" in readout
@@ -154,7 +153,7 @@ def test_a_puzzle_is_pasted_and_an_example_shown(page: Page) -> None:
     open_board(page, "first")
     page.click("#paste")
     page.insert("1.3.\n.4.2\n2...\n...1".replace("\n", ""))
-    page.wait("document.querySelectorAll('#grid .given').length === 7")
+    page.wait("document.querySelectorAll('#grid .given').length === 6")
     assert (
         page.run("[...document.querySelectorAll('#grid .cell')].map(c => c.value || '.').join('')")
         == "1.3..4.22......1"
@@ -175,14 +174,9 @@ def test_names_stay_text(page: Page, url: str) -> None:
     page.wait("document.querySelectorAll('#legend li').length === 4")
     page.wait("!document.querySelector('#differences').hidden")
     for tab in ("health", "board", "curves"):
-        page.run(
-            f"[...document.querySelectorAll('#runs button')].find(b => b.textContent.startsWith({MARKUP!r})).click()"
-        )
+        focus(page, MARKUP)
         page.click(f"#tab-{tab}")
-    left, top, width, height = page.run(
-        "(() => { const r = document.querySelector('figure svg').getBoundingClientRect(); return [r.left, r.top, r.width, r.height] })()"
-    )
-    page.hover(left + width / 2, top + height / 2)
+    page.hover("figure svg")
     page.wait(f"document.querySelector('figure .readout').textContent.includes({MARKUP!r})")
     assert page.run("[...document.images].map(image => image.getAttribute('src'))") == ["/icon.svg"]
     assert not page.run("'x' in window")
