@@ -19,7 +19,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars")
 FLAGS += ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions")
 FLAGS += ("--disable-dev-shm-usage", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost")
-LIMIT_S = 40
+LIMIT_S = 300
 # Chromium reads commands from file descriptor 3 and answers on 4; 0 after each message.
 _START = """import fcntl, os, sys
 ours = [fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3]]
@@ -159,7 +159,7 @@ class Page:
     def _place(self, selector: str, across: float, down: float) -> tuple[float, float]:
         x, y = self.wait(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)}); if (!e) return null;"
-            "e.scrollIntoView({block: 'center'}); const r = e.getBoundingClientRect();"
+            "e.scrollIntoView({block: 'nearest'}); const r = e.getBoundingClientRect();"
             f"return r.width && [r.left + {across} * r.width, r.top + {down} * r.height] }})()"
         )
         return x, y

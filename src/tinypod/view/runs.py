@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from tinypod.errors import UserError
-from tinypod.runs import status
+from tinypod.runs import status, storage
 from tinypod.runs.folder import CHECKPOINTS, CONFIG, HEALTH
 from tinypod.runs.metrics import FILE as METRICS
 from tinypod.study.folder import OUTCOME
@@ -234,7 +234,11 @@ def _changed(folder: Path) -> float:
         return 0.0
 
 
-def check_folders(folders: list[Path]) -> None:
-    for folder in folders:
-        if not folder.is_dir():
-            raise UserError(f"{folder}: no such folder. Give the folder that your runs are in, e.g. runs")
+def open_folders(names: list[str]) -> list[Path]:
+    """Those that a user named."""
+    for name in names:
+        if storage.is_remote(name):
+            raise UserError(f"{name}: runs in an object store are not shown; `tinypod runs status {name}` looks at one")
+        if not Path(name).is_dir():
+            raise UserError(f"{name}: no such folder. Give the folder that your runs are in, e.g. runs")
+    return [Path(name) for name in names]
