@@ -138,25 +138,31 @@ class Page:
         return found["result"].get("value")
 
     def wait(self, script: str) -> Any:
-        """Until an expression is true."""
+        """Until an expression is true: its value, which is {} for an element."""
         end = time.monotonic() + LIMIT_S
-        while not (value := self.run(script)):
+        while (value := self.run(script)) in (None, False, 0, ""):
             assert time.monotonic() < end, f"never: {script}\n{self.run('document.body.innerText')}\n{self.errors}"
             time.sleep(0.05)
         return value
 
     def click(self, selector: str) -> None:
         """With the mouse, where the element is to be seen."""
-        where = self.wait(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); if (!e) return null;"
-            "e.scrollIntoView({block: 'center'}); const r = e.getBoundingClientRect();"
-            "return r.width && [r.left + r.width / 2, r.top + r.height / 2] })()"
-        )
+        x, y = self._place(selector, 0.5, 0.5)
         for kind in ("mousePressed", "mouseReleased"):
-            self.send("Input.dispatchMouseEvent", type=kind, x=where[0], y=where[1], button="left", clickCount=1)
+            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
-    def hover(self, x: float, y: float) -> None:
+    def hover(self, selector: str, across: float = 0.5, down: float = 0.5) -> None:
+        """Over some share of the element's width and height."""
+        x, y = self._place(selector, across, down)
         self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def _place(self, selector: str, across: float, down: float) -> tuple[float, float]:
+        x, y = self.wait(
+            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); if (!e) return null;"
+            "e.scrollIntoView({block: 'nearest'}); const r = e.getBoundingClientRect();"
+            f"return r.width && [r.left + {across} * r.width, r.top + {down} * r.height] }})()"
+        )
+        return x, y
 
     def type(self, text: str) -> None:
         """Key by key, into what has the focus."""

@@ -11,8 +11,8 @@ from tinypod.cli.shared import app, console
 @app.command()
 def view(
     runs: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="[RUNS]...", help="Folders with runs, or runs; default: `runs` and `studies`."),
+        list[str] | None,
+        typer.Argument(metavar="RUNS", help="Folders with runs, or runs; default: `runs` and `studies`."),
     ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Where; if taken, the next one that is free.")] = 8787,
     open_page: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
@@ -21,11 +21,10 @@ def view(
     import os
     import webbrowser
 
-    from tinypod.view.runs import check_folders
+    from tinypod.view.runs import open_folders
     from tinypod.view.server import open_server
 
-    folders = runs or [path for path in map(Path, ("runs", "studies")) if path.is_dir()] or [Path("runs")]
-    check_folders(folders)
+    folders = open_folders(runs or [name for name in ("runs", "studies") if Path(name).is_dir()] or ["runs"])
     with open_server(folders, port) as server:
         line = f"{server.url} shows {', '.join(map(str, folders))}; Ctrl-C ends it"
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from tinypod.errors import UserError
-from tinypod.runs import status
+from tinypod.runs import status, storage
 from tinypod.runs.folder import CHECKPOINTS, CONFIG, HEALTH
 from tinypod.runs.metrics import FILE as METRICS
 from tinypod.study.folder import OUTCOME
@@ -170,7 +170,8 @@ def _search(folders: list[Path]) -> Iterator[tuple[str, tuple[str, Path]]]:
                 links = (folder / CONFIG, folder / METRICS, folder / HEALTH, folder / CHECKPOINTS)
                 if all(path.resolve().is_relative_to(inside) for path in links):
                     found += 1
-                    name = os.path.normpath(top / folder.relative_to(inside))
+                    relative = folder.relative_to(inside)
+                    name = inside.name if not relative.parts else str(relative if len(folders) == 1 else top / relative)
                     yield hashlib.sha256(os.fsencode(folder)).hexdigest()[:16], (name, folder)
             if len(folder.relative_to(inside).parts) >= MAX_DEPTH:
                 below.clear()
@@ -233,7 +234,11 @@ def _changed(folder: Path) -> float:
         return 0.0
 
 
-def check_folders(folders: list[Path]) -> None:
-    for folder in folders:
-        if not folder.is_dir():
-            raise UserError(f"{folder}: no such folder. Give the folder that your runs are in, e.g. runs")
+def open_folders(names: list[str]) -> list[Path]:
+    """Those that a user named."""
+    for name in names:
+        if storage.is_remote(name):
+            raise UserError(f"{name}: runs in an object store are not shown; `tinypod runs status {name}` looks at one")
+        if not Path(name).is_dir():
+            raise UserError(f"{name}: no such folder. Give the folder that your runs are in, e.g. runs")
+    return [Path(name) for name in names]

@@ -365,7 +365,7 @@ function timePanel({goodput}) {
     panel.append(make("p", {class: "quiet", text: "Nothing recorded yet."}))
     return panel
   }
-  const kinds = [...new Set([...Object.keys(KINDS), ...Object.keys(goodput.seconds)])].filter(kind => goodput.seconds[kind])
+  const kinds = [...new Set([...Object.keys(KINDS), ...Object.keys(goodput.seconds)])].filter(kind => goodput.seconds[kind] >= 0.5)
   const bar = make("div", {class: "bar", "aria-hidden": "true"}), body = make("tbody")
   for (const kind of kinds) {
     const mark = `var(--s${KIND_COLORS[kind] ?? 7})`, share = goodput.seconds[kind] / goodput.total_s
@@ -459,7 +459,7 @@ function buildGrid() {
       onfocus: event => event.target.select(), onpaste: pasted})
   })
   grid.replaceChildren(...cells)
-  const blank = box ? "`.` or `0` for blank" : `characters of ${symbols}`
+  const blank = box ? "a dot or 0 is a blank" : `characters of ${symbols}`
   byId("paste-help").textContent = `${rows * columns} characters, row by row; ${blank}.`
 }
 
