@@ -16,6 +16,8 @@ from types import TracebackType
 from typing import Self
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_NOT_KEPT = ("COLUMNS", "LINES", "NO_COLOR")
+_QUICK = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}  # to compile, on one device
 PATIENCE_S = 600.0  # of a test, with a machine that is busy with others
 
 
@@ -26,13 +28,13 @@ class Terminal:
         self.width, self.output = width, ""
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
-        kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+        kept = {name: value for name, value in os.environ.items() if name not in _NOT_KEPT}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tinypod", *arguments],
             stdin=slave,
             stdout=slave,
             stderr=slave,
-            env={**kept, "TERM": "xterm-256color", "JAX_PLATFORMS": "cpu", **(environ or {})},
+            env={**kept, "TERM": "xterm-256color", **_QUICK, **(environ or {})},
             start_new_session=True,
         )
         os.close(slave)

@@ -426,8 +426,8 @@ def _roll_back(
     target = saver.latest(before=bad.first)
     if not rollbacks.allowed:
         raise NonFiniteError(
-            f"loss or gradients were not finite in steps {bad.first} to {bad.last}, after {len(rollbacks.done)} "
-            f"rollbacks (nonfinite.max_rollbacks); the last checkpoint before them is of step {target or 0}. Lower "
+            f"loss or gradients were not finite in steps {bad.first:,} to {bad.last:,}, after {len(rollbacks.done)} "
+            f"rollbacks (nonfinite.max_rollbacks); the last checkpoint before them is of step {target or 0:,}. Lower "
             "optimizer.learning_rate, set optimizer.clip_norm=1.0, or use model.dtype=bfloat16 or float32"
         )
     with health.phase("restoring"):
@@ -443,8 +443,8 @@ def _roll_back(
     log.write(target, {"health/rolled_back_from_step": float(step), "health/batches_left_out": float(bad.count)})
     warn(
         console,
-        f"steps {bad.first} to {bad.last} were not finite: back from step {step} to step {target}, their {bad.count} "
-        f"batches are left out (rollback {len(rollbacks.done)} of {limit})",
+        f"steps {bad.first:,} to {bad.last:,} were not finite: back from step {step:,} to step {target:,}, their "
+        f"{bad.count:,} batches are left out (rollback {len(rollbacks.done)} of {limit})",
     )
     return state
 

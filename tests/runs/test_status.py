@@ -129,7 +129,7 @@ def test_everything_fits_a_terminal(tmp_path, width):
     (tmp_path / goodput.FILE).write_text(json.dumps({"version": 1, "attempts": [attempt]}))
     text = shown(tmp_path, width)
     assert max(map(len, text.splitlines())) <= width
-    rows = text.splitlines()[2:] if width == 60 else text.splitlines()[1:]  # the summary has two lines
+    rows = text.splitlines()[1:]
     assert rows[0].split()[-1] == "verdict"
     assert [row.split()[-1] for row in rows[2:6]] == ["ok", "ok", "ok", "ended"]
     assert rows[6].startswith("(no room here for: pid, host")

@@ -87,12 +87,28 @@ def test_a_table_keeps_its_cells_whole_at_any_width(width):
     assert "…" not in "".join(lines)
 
 
-def test_a_table_too_wide_is_turned_and_then_stacked():
-    assert [line.split()[0] for line in shown(listing(), 40)] == ["Fruit", "name", "─" * 39, "colour", "grams", "where"]
-    stacked = shown(listing(), 38)
-    assert stacked[1] == "apple"
-    assert stacked[2].split() == ["colour", "green"]
-    assert stacked[3].split() == ["grams", "a", "piece", "1,234"]
+def test_a_table_too_wide_has_its_first_cells_above_their_rows():
+    lines = shown(listing(), 39)
+    assert lines[0] == "Fruit"
+    assert [line.split() for line in lines[2:]] == [
+        ["colour", "a", "piece", "where", "it", "grows"],
+        ["─" * 36],
+        ["apple"],
+        ["green", "1,234", "in", "orchards"],
+        ["pear"],
+        ["yellowish", "98", "in", "gardens"],
+    ]
+
+
+def test_one_with_many_columns_is_turned_and_then_stacked():
+    table = Listing("", [f"column {number}" for number in range(9)])
+    for row in ("a", "b"):
+        table.add_row(*(f"{row}{number}" for number in range(9)))
+    assert [line.split() for line in shown(table, 40)[::8]] == [
+        ["column", "0", "a0", "b0"],
+        ["column", "7", "a7", "b7"],
+    ]
+    assert [line.split() for line in shown(table, 14)[::9]] == [["a0"], ["b0"]]
 
 
 def test_columns_that_may_go_go_first_and_are_named():
@@ -100,15 +116,6 @@ def test_columns_that_may_go_go_first_and_are_named():
     assert "1,234" not in "".join(lines)
     assert any("in orchards" in line for line in lines)
     assert lines[-1] == "(no room here for: grams a piece)"
-
-
-def test_long_notes_are_wrapped_between_words():
-    table = Listing("", ("name", "why"), notes=("why",))
-    table.add_row("apple", "it fell from its tree before anybody came")
-    assert [line.split() for line in shown(table, 36)[2:]] == [
-        ["apple", "it", "fell", "from", "its", "tree", "before"],
-        ["anybody", "came"],
-    ]
 
 
 def test_facts_are_wrapped_beside_their_names():

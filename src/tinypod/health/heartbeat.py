@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tinypod.runs.storage import replace_file
+from tinypod.runs.terminal import duration
 
 SILENT_AFTER = 3  # heartbeats missed before a process counts as silent
 DEADLINE, LOST_CONTACT = "deadline", "a computation over all processes failed"
@@ -95,7 +96,9 @@ def suspects(beats: list[Heartbeat], count: int, now: float) -> list[str]:
         return texts
     behind = min(beat.step for beat in beats)
     if any(beat.step > behind for beat in beats):
-        return [f"{b.name} is the furthest behind; it is {b.phase} at step {b.step}" for b in beats if b.step == behind]
+        return [
+            f"{b.name} is the furthest behind; it is {b.phase} at step {b.step:,}" for b in beats if b.step == behind
+        ]
     if count > 1:
         return ["none stands out: all are alive and at the same step; their stacks say where they wait"]
     return ["this process itself; its stack says where it waits"]
@@ -106,7 +109,7 @@ def unwell(beats: list[Heartbeat], count: int, now: float) -> list[str]:
     known = {beat.process for beat in beats}
     texts = [f"process {i} has no heartbeat: it never started, or cannot write" for i in range(count) if i not in known]
     for beat in beats:
-        doing = f"it was {beat.phase} at step {beat.step}"
+        doing = f"it was {beat.phase} at step {beat.step:,}"
         if beat.unreadable is not None:
             texts.append(f"process {beat.process}: its heartbeat cannot be read: {beat.unreadable}")
         elif beat.ended is not None:
@@ -115,7 +118,7 @@ def unwell(beats: list[Heartbeat], count: int, now: float) -> list[str]:
         elif beat.is_gone():
             texts.append(f"{beat.name} is gone (no such process); {doing}")
         elif beat.is_silent(now):
-            texts.append(f"{beat.name} has been silent for {beat.age(now):.0f} s; {doing}")
+            texts.append(f"{beat.name} has been silent for {duration(beat.age(now), whole=True)}; {doing}")
     return texts
 
 
@@ -123,4 +126,5 @@ def describe(beat: Heartbeat, now: float) -> str:
     if beat.unreadable is not None:
         return f"process {beat.process}: unreadable heartbeat"
     ended = f", ended: {beat.ended}" if beat.ended else ""
-    return f"{beat.name}: {beat.phase} at step {beat.step}, last heartbeat {beat.age(now):.1f} s ago{ended}"
+    seen = f"last heartbeat {duration(beat.age(now), whole=True)} ago"
+    return f"{beat.name}: {beat.phase} at step {beat.step:,}, {seen}{ended}"

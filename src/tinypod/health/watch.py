@@ -31,6 +31,7 @@ from tinypod.health.heartbeat import Heartbeat, read_heartbeats, write_heartbeat
 from tinypod.health.ledger import Ledger
 from tinypod.runs.folder import HEALTH
 from tinypod.runs.storage import first_line
+from tinypod.runs.terminal import duration
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +208,7 @@ class Health:
             self.beat()
             time.sleep(min(0.1, self._tick_s))
         blamed = blamed or ["none: all processes are alive, so the fault may be this one's own"]
-        what = f"{heartbeat.LOST_CONTACT} at step {self._step} in {self._heartbeat().name}: {first_line(error)}"
+        what = f"{heartbeat.LOST_CONTACT} at step {self._step:,} in {self._heartbeat().name}: {first_line(error)}"
         return "\n".join([what, *(f"suspect: {text}" for text in blamed), _RESUME])
 
     def _heartbeat(self) -> Heartbeat:
@@ -287,7 +288,7 @@ class Health:
             me, key = self._heartbeat(), deadline(self.config, phase)[1]
             stacks = heartbeat.heartbeat_path(self.folder, self.process).with_suffix(".stack.txt")
             _say(
-                f"error: {me.name} has been {phase} at step {me.step} for {self._age:.1f} s without progress: "
+                f"error: {me.name} has been {phase} at step {me.step:,} for {duration(self._age)} without progress: "
                 f"health.{key}={getattr(self.config, key):g} has passed\n"
             )
             _say(f"{self._verdict()}\n{_RESUME}. If {phase} may take that long, raise health.{key}\n")

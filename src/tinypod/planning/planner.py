@@ -146,10 +146,10 @@ class Planner:
         what = f"compiling for {target.name} ({target.devices} devices){with_overrides(overrides)}"
         with Status(Text(what), console=self.console) as status:
             analysis = tpu_compiler.compile_for(
-                config, target, tick=lambda seconds: status.update(Text(f"{what}: {seconds:.0f} s"))
+                config, target, tick=lambda seconds: status.update(Text(f"{what}: {duration(seconds, whole=True)}"))
             )
         fits = "" if analysis.work is not None else ", does not fit"
-        say(self.console, f"{what}: {analysis.compile_s:.0f} s{fits}")
+        say(self.console, f"{what}: {duration(analysis.compile_s, whole=True)}{fits}")
         try:
             cache.write(key, analysis)
         except OSError as error:  # the answer is there all the same

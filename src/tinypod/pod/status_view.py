@@ -28,7 +28,7 @@ class PodStatus:
         self.reports: list[Report] = Workers(gcloud).reports(with_logs=False) if ready else []
         self.run_name = next((report.run for report in self.reports if report.run), None)
         self.run: status.RunStatus | None = None
-        self.study: Listing | None = None
+        self.study: RenderableType | None = None
         self.spent: Spending | None = None
         if self.run_name is not None:
             self._read_run(self.run_name)

@@ -24,7 +24,6 @@ PLAIN_INTERVAL_S = 10.0  # between lines where there is no terminal
 REFRESH_PER_S = 8.0
 _SHORTEST_BAR, _LONGEST_BAR = 8, 40
 _BETWEEN = 2  # columns of a table
-_SHORTEST_NOTE = 24
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 # What the live line calls the phases of health.watch, unless it was told more of them.
 _PHASES = {
@@ -53,9 +52,9 @@ def _print(console: Console, text: Text) -> None:
 
 
 class Listing:
-    """A table whose cells stay whole at any width. Where it is too wide, the columns that `may_go` go, in their order;
-    then rows become columns; then each row becomes a block of lines under its first cell. A header may have two lines.
-    """
+    """A table whose cells stay whole at any width. Where it is too wide, the columns that `may_go` go, in their order.
+    Else each row's first cell gets a line of its own, or rows become columns, or each row a block of lines: the first
+    of these that fits. A header may have two lines."""
 
     def __init__(
         self,
@@ -64,10 +63,9 @@ class Listing:
         *,
         left: Collection[str] = (),
         may_go: Sequence[str] = (),
-        notes: Collection[str] = (),
     ) -> None:
-        """`left`: columns of words besides the first one; `notes`: long ones, which are wrapped between words."""
-        self.title, self.columns, self.left, self.may_go, self.notes = title, list(columns), left, may_go, notes
+        """`left`: columns of words besides the first one."""
+        self.title, self.columns, self.left, self.may_go = title, list(columns), left, may_go
         self.rows: list[list[str | Text]] = []
         self._sections: set[int] = set()
 
@@ -88,13 +86,36 @@ class Listing:
                 if gone:
                     yield Text(f"(no room here for: {', '.join(map(_in_one_line, gone))})", style="dim")
                 return
-        widths = [_widest(map(_in_one_line, self.columns)), *(_widest(row) for row in self.rows)]
-        if _fits(widths, options.max_width):
+        heads = _widest(row[0] for row in self.rows)
+        under = [self._width(column) for column in range(1, len(self.columns))]
+        in_lines = all("\n" not in str(cell) for row in self.rows for cell in row)
+        if in_lines and heads <= options.max_width and _fits(under, options.max_width - _BETWEEN):
+            yield from self._headed(under)
+            return
+        if _fits([_widest(map(_in_one_line, self.columns)), *map(_widest, self.rows)], options.max_width):
             yield self._transposed()
             return
         for row in self.rows:
             yield _text(row[0], "bold")
             yield facts(list(zip(map(_in_one_line, self.columns[1:]), row[1:], strict=True)), indent=2)
+
+    def _headed(self, widths: Sequence[int]) -> Iterator[Text]:
+        """Each row under its first cell, in columns all the same."""
+        headers = [name.split("\n") for name in self.columns[1:]]
+        deepest = max(map(len, headers))
+        for depth in range(deepest):
+            yield self._under([([""] * (deepest - len(name)) + name)[depth] for name in headers], widths)
+        yield Text("─" * (sum(widths) + _BETWEEN * len(widths)))
+        for row in self.rows:
+            yield _text(row[0])
+            yield self._under(row[1:], widths)
+
+    def _under(self, cells: Sequence[str | Text], widths: Sequence[int]) -> Text:
+        line = Text()
+        for name, cell, width in zip(self.columns[1:], cells, widths, strict=True):
+            blank = " " * (width - cell_len(str(cell)))
+            line += Text(" " * _BETWEEN) + (_text(cell) + blank if name in self.left else Text(blank) + _text(cell))
+        return line
 
     def _transposed(self) -> Table:
         table = _plain_table()
@@ -106,15 +127,13 @@ class Listing:
         return table
 
     def _width(self, column: int) -> int:
-        width = _widest([self.columns[column], *(row[column] for row in self.rows)])
-        return min(width, _SHORTEST_NOTE) if self.columns[column] in self.notes else width
+        return _widest([self.columns[column], *(row[column] for row in self.rows)])
 
     def _table(self, columns: Sequence[int]) -> Table:
         table = _plain_table()
         for column in columns:
-            name, wraps = self.columns[column], self.columns[column] in self.notes
-            justify: Any = "left" if column == 0 or wraps or name in self.left else "right"
-            table.add_column(name, justify=justify, no_wrap=not wraps)
+            justify: Any = "left" if column == 0 or self.columns[column] in self.left else "right"
+            table.add_column(self.columns[column], justify=justify, no_wrap=True)
         for number, row in enumerate(self.rows):
             table.add_row(*(_text(row[column]) for column in columns), end_section=number in self._sections)
         return table
