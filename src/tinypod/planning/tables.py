@@ -27,8 +27,9 @@ def tables(asked: Sequence[Plan], prices: Prices | None) -> RenderableType:
     plans = [plan for one in asked for plan in (one, one.proposal) if plan is not None]
     notes = [ROOFLINE] if prices is None else [METHOD, f"Prices: {prices.describe()}."]
     notes += [f"{_name(plan)}: {note}" for plan in plans for note in (*_sources(plan), *plan.notes)]
-    shown = [_summary(plans, prices is not None), _memory(plans), *_work(plans)]
-    return Group(*(part for table in shown for part in (table, Text())), Text("\n".join(notes), style="dim"))
+    shown = [_summary(plans, prices is not None), _speed(plans), _memory(plans), _work(plans)]
+    parts = [part for table in shown if table.rows for part in (table, Text())]
+    return Group(*parts, Text("\n".join(notes), style="dim"))
 
 
 def _sources(plan: Plan) -> list[str]:
@@ -49,26 +50,41 @@ def _sources(plan: Plan) -> list[str]:
 
 
 def _summary(plans: Sequence[Plan], priced: bool) -> Listing:
-    columns = ("slice", "mesh", "rows\nper device", "HBM GiB", "step ms", "bound", "examples/s", "time")
-    table = Listing("Plan", (*columns, *("on demand", "spot") * priced), left=("mesh", "bound"))
+    columns = ("slice", "rows per\ndevice", "HBM\nGiB", "step\nms", "time")
+    table = Listing("Plan", (*columns, *("on\ndemand", "spot") * priced))
     for plan in plans:
         red, needed = "" if plan.fits else "bold red", f"{plan.analysis.memory.needed / GIB:.2f}"
         there = "" if plan.usable_bytes is None else f" of {plan.usable_bytes / GIB:.2f}"
-        times = ("–", "does not fit", "–", "–")
+        times = ("–", "does not fit")
         if plan.fits and plan.prediction is not None and plan.hours is not None:
-            step_s = plan.prediction.step_s
-            speed = amount(plan.batch_size / step_s)
-            times = (amount(1e3 * step_s), plan.prediction.bound, speed, _time(plan.hours))
+            times = (amount(1e3 * plan.prediction.step_s), duration(3600 * plan.hours, whole=True))
         cost = (dollars(plan.dollars), dollars(plan.dollars_spot)) if plan.fits else ("–", "–")
         table.add_row(
             _name(plan),
-            describe_mesh(plan.analysis.mesh) or "one device",
             f"{plan.rows_per_device:,}",
             Text(f"{needed}{there}", style=red),
             times[0],
             Text(times[1], style=red),
-            *times[2:],
             *cost * priced,
+        )
+    return table
+
+
+def _speed(plans: Sequence[Plan]) -> Listing:
+    columns = ("slice", "mesh", "bound", "examples/s", "compute\nms", "HBM\nms", "interconnect\nms")
+    table = Listing("Speed", columns, left=("mesh", "bound"))
+    for plan in plans:
+        if (prediction := plan.prediction) is None:
+            continue
+        sent = prediction.interconnect_s
+        table.add_row(
+            _name(plan),
+            describe_mesh(plan.analysis.mesh) or "one device",
+            prediction.bound,
+            amount(plan.batch_size / prediction.step_s),
+            amount(1e3 * prediction.compute_s),
+            amount(1e3 * prediction.hbm_s),
+            "not known" if sent is None else amount(1e3 * sent),
         )
     return table
 
@@ -88,26 +104,21 @@ def _memory(plans: Sequence[Plan]) -> Listing:
     return table
 
 
-def _work(plans: Sequence[Plan]) -> list[Listing]:
-    times = ("compute\nms", "HBM\nms", "interconnect\nms")
-    columns = ("slice", "TFLOP,\nmodel", "as\ncompiled", *times, "kernels", "collectives")
-    table = Listing("One step", columns, left=("collectives",))
+def _work(plans: Sequence[Plan]) -> Listing:
+    table = Listing(
+        "One step", ("slice", "TFLOP,\nmodel", "as\ncompiled", "kernels", "collectives"), left=("collectives",)
+    )
     for plan in plans:
-        work, prediction = plan.analysis.work, plan.prediction
-        if work is None or prediction is None:
+        if (work := plan.analysis.work) is None:
             continue
-        sent = prediction.interconnect_s
         table.add_row(
             _name(plan),
             amount(plan.model_flops / 1e12),
             amount(work.flops * plan.devices / 1e12),
-            amount(1e3 * prediction.compute_s),
-            amount(1e3 * prediction.hbm_s),
-            "not known" if sent is None else amount(1e3 * sent),
             f"{work.kernel_runs:,}",
             "\n".join(map(_exchange, work.exchanges())) or "none",
         )
-    return [table] if table.rows else []
+    return table
 
 
 def _exchange(one: Exchange) -> str:
