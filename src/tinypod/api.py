@@ -266,7 +266,8 @@ class Model:
         except DataError as error:
             if puzzle is not None:
                 raise
-            raise DataError(f"{error}; or give a puzzle, which needs no dataset") from None
+            hint = f"or give a puzzle, which needs no dataset: `tinypod solve {self.run} PUZZLE`"
+            raise DataError(f"{error}; {hint}") from None
         if halt_steps not in self._programs:
             self._programs[halt_steps] = refine.make_program(experiment)
         program = self._programs[halt_steps]

@@ -185,7 +185,7 @@ def test_folders_that_cannot_be_used(source: Path, tmp_path: Path) -> None:
         make_shard(4, 3, topk_idx=torch.zeros(4, 11, 2).int(), topk_logits=torch.zeros(4, 11, 2)),
         source / "shard_00002.pt",
     )
-    with pytest.raises(DataError, match=r"shard_00002\.pt: blocks of 12 tokens with 2 logits a position"):
+    with pytest.raises(DataError, match=r"shard_00002\.pt: blocks of 12 tokens with 2 logits per position"):
         run_import(source, tmp_path / "other", vocab_size=300)
     (source / "shard_00001.pt").unlink()
     with pytest.raises(DataError, match=r"shard 1 is missing; the next one is shard_00002\.pt"):

@@ -25,7 +25,7 @@ def write_maze(folder: Path, cells: int = 9, **changes: int) -> Path:
 
 def test_a_plain_puzzle_is_a_grid_of_tokens(tmp_path: Path) -> None:
     config = tiny_config(write_maze(tmp_path / "data"), "data.augmentations=0")
-    board = open_board(config)
+    board = open_board(config, None)
     assert (board.rows, board.columns, board.symbols, board.box) == (3, 3, "012345", None)
     text = read_example(config, 9)  # of eight: the second
     split = puzzles.read_split(tmp_path / "data", puzzles.read_info(tmp_path / "data"), "test")
@@ -43,11 +43,11 @@ def test_a_plain_puzzle_is_a_grid_of_tokens(tmp_path: Path) -> None:
 
 
 def test_what_is_no_square_is_one_row(tmp_path: Path) -> None:
-    board = open_board(tiny_config(write_maze(tmp_path / "data", cells=6), "data.augmentations=0"))
+    board = open_board(tiny_config(write_maze(tmp_path / "data", cells=6), "data.augmentations=0"), None)
     assert (board.rows, board.columns) == (1, 6)
 
 
 def test_puzzles_of_many_kinds_have_no_board(tmp_path: Path) -> None:
     config = tiny_config(write_maze(tmp_path / "data", num_identifiers=3), "data.augmentations=0")
     with pytest.raises(UserError, match="3 kinds"):
-        open_board(config)
+        open_board(config, None)
