@@ -6,6 +6,7 @@ out or stack their rows, the live line leaves out what matters least. Where ther
 lines, and progress is a plain line now and then, without control characters.
 """
 
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -47,8 +48,13 @@ def warn(console: Console, text: str) -> None:
 
 
 def _print(console: Console, text: Text) -> None:
-    """Between words where a terminal would break it anywhere; a log keeps a sentence in one line."""
-    console.print(text, soft_wrap=not console.is_terminal)
+    """Broken between words where a terminal would break it anywhere; not within words, as a path is there to be copied.
+    A log keeps a sentence in one line."""
+    if console.is_terminal:
+        wrapper = textwrap.TextWrapper(console.width, break_long_words=False, break_on_hyphens=False)
+        broken = "\n".join(wrapper.fill(line) for line in text.plain.split("\n"))
+        text = Text(broken, text.style, spans=text.spans)
+    console.print(text, soft_wrap=True)
 
 
 class Listing:
