@@ -77,7 +77,7 @@ def test_keys_by_keyword_by_dict_and_as_on_the_command_line(tmp_path: Path, monk
     assert config.data.path == str(tmp_path)
     assert (config.eval.limit, config.eval.every_steps) == (5, 5000)  # the rest of a section stays
     assert config.checkpoint.every_minutes is None
-    with pytest.raises(tinypod.UserError, match=r"stepz: unknown key; did you mean `steps`"):
+    with pytest.raises(tinypod.UserError, match=r"stepz: unknown key; did you mean `steps=3`"):
         tinypod.train(RECIPE, TINY, stepz=3)
     with pytest.raises(tinypod.UserError, match=r"mesh\.fsdp: \{1\} is not a number"):
         tinypod.train(RECIPE, {"mesh.fsdp": {1}})
@@ -177,7 +177,7 @@ def test_the_device_at_hand_is_planned_for(data: Path) -> None:
     planned = tinypod.plan(RECIPE, TINY, data={"path": data})
     assert planned.fits
     assert planned.probe is not None
-    assert re.match(r"8 × cpu: fits, needs .*iB of .* a device, .* a step, .* for 10 steps", str(planned))
+    assert re.match(r"8 × cpu: fits, needs .*iB of .* per device, .* per step, .* for 10 steps", str(planned))
 
 
 def test_puzzles_are_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from tinypod.evaluate import Evaluator
 from tinypod.models import trm
 from tinypod.planning import analysis
 from tinypod.runs.folder import Run
-from tinypod.solve.refine import refine
+from tinypod.solve.refine import make_program, refine
 
 ABLATIONS = {
     "single z": "model.single_z=true",
@@ -181,6 +181,6 @@ def test_with_a_continue_loss_evaluation_stops_where_halting_leads(data: Path) -
         stops[-1] = True
         scores = Evaluator(built.task.open_evaluation(None), built.mesh, built.specs, 8)(params)
         assert scores["steps"] == pytest.approx(1 + stops.argmax(axis=0).mean())
-        _, probabilities = refine(built, params, np.asarray(tokens), 3)
+        _, probabilities = refine(make_program(built), params, np.asarray(tokens))
         assert np.array_equal(probabilities > 0.5, lead > 0)
     assert not np.array_equal(np.stack(q)[..., 0] > 0, np.stack(q)[..., 0] > np.stack(q)[..., 1])

@@ -10,7 +10,7 @@ from tinypod import experiment
 from tinypod.data import puzzles
 from tinypod.evaluate import Evaluator
 from tinypod.models import trm
-from tinypod.solve.refine import refine
+from tinypod.solve.refine import make_program, refine
 from tinypod.tasks import puzzle_scores
 
 
@@ -55,7 +55,7 @@ def test_every_puzzle_counts_once_whatever_the_batch(tmp_path: Path, rows: int, 
     built = build(tmp_path / "data", rows, 3, devices)
     params, split = knowing(built), read_split(built, "test")
     # A row that the model gets right, so that exact accuracy is not zero throughout.
-    answers, _ = refine(built, params, split.inputs[:1], 5)
+    answers, _ = refine(make_program(built, 5), params, split.inputs[:1])
     split.labels[0] = answers[-1, 0]
     scores = evaluator(built, split, batch, 5)(params)
     expected = by_hand(built, params, split, 5)
@@ -87,7 +87,7 @@ def test_the_step_of_stopping_is_the_first_at_which_q_fires(tmp_path: Path) -> N
 def test_more_steps_than_in_training_are_run(tmp_path: Path) -> None:
     built = build(tmp_path / "data", 8, 1, 1)
     params, split = knowing(built), read_split(built, "test")
-    answers, halting = refine(built, params, split.inputs, 12)
+    answers, halting = refine(make_program(built, 12), params, split.inputs)
     assert answers.shape == (12, 8, 16)
     assert halting.shape == (12, 8)
     scores = evaluator(built, split, 8, 12)(params)
