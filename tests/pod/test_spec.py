@@ -36,7 +36,7 @@ def test_prices() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"zon": "x"}, "zon: unknown key; did you mean `zone`"),
+        ({"zon": "x"}, "zon: unknown key; did you mean `zone"),
         ({"type": "v4-63"}, "type: v4-63: no such TPU slice"),
         ({"type": "tpu7x-16"}, "type: tpu7x-16 comes with GKE only: see `tinypod pod manifest --slice tpu7x-16`"),
         ({"request": {"kind": "reserved"}}, "request: no kind 'reserved'; expected one of"),
