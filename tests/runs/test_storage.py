@@ -129,6 +129,24 @@ def test_names_that_are_fine(tmp_path: Path) -> None:
         assert storage.inside(tmp_path / "link", name) == tmp_path / "link" / name
 
 
+def test_a_file_that_is_replaced_while_it_is_read_is_whole(store, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gcsfs import GCSFileSystem
+
+    store.put(f"{url}/a", b'{"old": 1}')
+    original = GCSFileSystem._info
+
+    async def info(self, path: str, *rest, **more):
+        """Of what was there a moment ago."""
+        found = await original(self, path, *rest, **more)
+        store.put(f"{url}/a", b'{"new and longer": 2}')
+        return found
+
+    monkeypatch.setattr(GCSFileSystem, "_info", info)
+    assert storage.read_whole(storage.folder(url) / "a") in (b'{"old": 1}', b'{"new and longer": 2}')
+    with pytest.raises(FileNotFoundError):
+        storage.read_whole(storage.folder(url) / "b")
+
+
 @pytest.mark.parametrize("name", ["../evil", "../../../evil", "health/../../evil", "/evil"])
 def test_a_bucket_cannot_write_outside_a_run(store, url: str, tmp_path: Path, name: str) -> None:
     one = run.open_run(url)

@@ -68,7 +68,7 @@ class Spending:
 def _read(run: Run) -> list[Grant]:
     try:
         if run.remote is not None:
-            content = (storage.folder(run.remote) / FILE).read_bytes()
+            content = storage.read_whole(storage.folder(run.remote) / FILE)
         else:
             content = (run.folder / FILE).read_bytes()
     except FileNotFoundError:

@@ -68,7 +68,7 @@ class Run:
             for name in set(self._small_files(NOT_PULLED)) - set(names):
                 (self.folder / name).unlink(missing_ok=True)
             for name in names:
-                self._write(name, (there / name).read_bytes())
+                self._write(name, storage.read_whole(there / name))
                 self._in_store[name] = self._stamp(name)
 
     def fetch(self, name: str) -> None:
@@ -77,7 +77,7 @@ class Run:
             return
         content = None
         with storage.explained(f"{self.remote}/{name}"), suppress(FileNotFoundError):
-            content = (storage.folder(self.remote) / name).read_bytes()
+            content = storage.read_whole(storage.folder(self.remote) / name)
         if self.is_locked():  # by now: what is here may be newer
             return
         if content is None:
@@ -93,7 +93,7 @@ class Run:
         with storage.explained(self.remote):
             there = storage.folder(self.remote) / HEALTH
             for path in there.glob("process_*.json") if there.exists() else []:
-                content, here = path.read_bytes(), self.folder / HEALTH / path.name
+                content, here = storage.read_whole(path), self.folder / HEALTH / path.name
                 if _time(content) > (_time(here.read_bytes()) if here.exists() else 0.0):
                     self._write(f"{HEALTH}/{path.name}", content)
                     self._in_store[f"{HEALTH}/{path.name}"] = self._stamp(f"{HEALTH}/{path.name}")
