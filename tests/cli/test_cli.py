@@ -113,6 +113,8 @@ def test_a_config_key_as_an_option_is_taught(written: list[str], taught: str) ->
         message = refused(*command, *written)
         assert message.startswith(f"{written[0].split('=')[0]} is not an option")
         assert message.endswith(taught)
+    for command in (("demo",), ("configs", "demo")):
+        assert "without dashes: steps=100" in refused(*command, "--steps", "100")
     assert "--steps" in ok("check", "-h")  # there it is one
     assert "Missing argument" in refused("train")
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
 # isort: off
 from tinypod.cli import demo, train, study, configs, check, eval, solve, generate, view  # noqa: F401 (as in --help)
@@ -19,7 +18,7 @@ from tinypod.cli import plan, slices, data, cache, weights, runs, pod  # noqa: F
 from tinypod.cli.shared import app, console, errors
 from tinypod.cluster.interrupts import heard
 from tinypod.errors import StorageError, UserError
-from tinypod.runs.terminal import say
+from tinypod.runs.terminal import fail, say
 
 DEV = Path("/dev")  # where the chips of a TPU are
 ANSWER_AFTER_S = 0.5
@@ -66,7 +65,7 @@ def _quieten_libtpu() -> None:
 
 
 def _fail(message: str, exit_code: int = UserError.exit_code) -> None:
-    errors.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=not errors.is_terminal)
+    fail(errors, message)
     _end(exit_code)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tinypod.config import Origin
 
 
-@app.command()
+@app.command(cls=shared.TakesOverrides)
 def configs(
     name: Annotated[
         str | None, typer.Argument(metavar="[CONFIG]", help="A recipe, a config file or a study; default: list them.")

@@ -12,7 +12,7 @@ from tinypod.cli.shared import app, console, load_config
 RECIPE = "demo"
 
 
-@app.command()
+@app.command(cls=shared.TakesOverrides)
 def demo(
     overrides: shared.Overrides = None,
     run: Annotated[str, typer.Option("--run", help="The run folder.")] = "runs/demo",

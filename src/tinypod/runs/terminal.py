@@ -47,6 +47,10 @@ def warn(console: Console, text: str) -> None:
     _print(console, Text.assemble(("warning: ", "yellow"), text))
 
 
+def fail(console: Console, text: str) -> None:
+    _print(console, Text.assemble(("error: ", "bold red"), text))
+
+
 def _print(console: Console, text: Text) -> None:
     """Broken between words where a terminal would break it anywhere; not within words, as a path is there to be copied.
     A log keeps a sentence in one line."""
