@@ -39,7 +39,8 @@ def trained(folder: Path) -> Terminal:
 
 
 def assert_fits(terminal: Terminal) -> None:
-    too_long = [line for line in terminal.lines if len(line) > terminal.width]
+    # A path that is longer than a line stands on one of its own, whole: it can be copied.
+    too_long = [line for line in terminal.lines if len(line) > terminal.width and " " in line.strip()]
     assert too_long == []
     assert "…" not in terminal.text
 
