@@ -2,7 +2,9 @@
 
 import http.client
 import json
+import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from fixtures import tiny_config
 from tinypod.data.sudoku import breaks_rules, parse_puzzle
 from tinypod.runs.folder import Run
+from tinypod.runs.listing import list_runs
 from tinypod.runs.metrics import MetricsLog, make_record
 from tinypod.view.server import Server, open_server
 from viewed_runs import ESCAPES, MARKUP, make_runs
@@ -216,6 +219,33 @@ def test_links_out_of_the_folder_are_not_followed(tmp_path: Path, runs: Path) ->
     (inside / "made" / "metrics.jsonl").write_text("")
     with open_server([inside], 0) as server:
         assert server.runs.listing() == []
+
+
+OUTCOMES = {
+    "diverged": '{"state": "diverged", "step": 4, "reason": "a loss of inf"}',
+    "early": '{"state": "stopped_early", "step": 4}',
+    "cut": '{"state": "done", "st',
+    "odd": '{"state": ["done"]}',
+    "deep": "[" * 100_000,
+}
+
+
+def test_states_are_those_of_the_list(tmp_path: Path, runs: Path) -> None:
+    for name, outcome in OUTCOMES.items():
+        (tmp_path / name).mkdir()
+        shutil.copyfile(runs / "first" / "config.yaml", tmp_path / name / "config.yaml")
+        (tmp_path / name / "metrics.jsonl").write_text("")
+        (tmp_path / name / "outcome.json").write_text(outcome)
+    shutil.copytree(runs / "first", tmp_path / "whole")
+    with open_server([tmp_path], 0) as server:
+        seen = {row["name"]: row["state"] for row in server.runs.listing()}
+    listed = {entry.name: entry.state for entry in list_runs(str(tmp_path), time.time())}
+    assert {name: seen[name] for name in ("diverged", "early", "whole")} == {
+        "diverged": "diverged", "early": "early", "whole": "done"
+    }  # fmt: skip
+    for name in ("cut", "odd", "deep"):  # the page shows the rest of such a run
+        assert (seen.pop(name), listed.pop(name)) == ("new", "damaged")
+    assert seen == listed
 
 
 def test_the_next_free_port_is_taken(server: Server, runs: Path) -> None:

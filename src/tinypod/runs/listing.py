@@ -163,7 +163,7 @@ def read(run: Run) -> Reading:
         for name in (CONFIG, metrics.FILE, description.FILE, OUTCOME, IMPORTED, goodput.FILE):
             run.fetch(name)
         run.pull_heartbeats()
-    beats, outcome = heartbeat.read_heartbeats(run.folder / HEALTH), _read_outcome(run)
+    beats, outcome = heartbeat.read_heartbeats(run.folder / HEALTH), read_outcome(run)
     if not (run.folder / CONFIG).exists() and not beats and not outcome:
         raise UserError(f"{run} is not a run folder: it has no {CONFIG}")
     return Reading(_read_config(run), read_description(run), MetricsLog(run.folder).read(), beats, outcome)
@@ -182,15 +182,17 @@ def _read_config(run: Run) -> dict[str, Any]:
     return tree
 
 
-def _read_outcome(run: Run) -> dict[str, Any]:
+def read_outcome(run: Run) -> dict[str, Any]:
+    """Of a run of a study."""
     path = run.folder / OUTCOME
     try:
         outcome = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({error})") from None
-    if not isinstance(outcome, dict) or not isinstance(outcome.get("step", 0), int):
+    known = (("step", 0, int), ("state", "", str), ("reason", None, (str, type(None))))
+    if not isinstance(outcome, dict) or not all(isinstance(outcome.get(n, v), kind) for n, v, kind in known):
         raise UserError(f"{path}: not the outcome of a run")
     return outcome
 

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from typing import Any
 import yaml
 
 from tinypod.errors import UserError
-from tinypod.runs import status, storage
-from tinypod.runs.folder import CHECKPOINTS, CONFIG, HEALTH
+from tinypod.health import heartbeat
+from tinypod.runs import listing, status, storage
+from tinypod.runs.description import Description
+from tinypod.runs.folder import CHECKPOINTS, CONFIG, HEALTH, Run
 from tinypod.runs.metrics import FILE as METRICS
-from tinypod.study.folder import OUTCOME
 
 MAX_DEPTH = 4  # folders below the one named: studies/NAME/runs/RUN
 MAX_RUNS = 500
@@ -121,22 +123,21 @@ class Runs:
 
     def _row(self, key: str, name: str, folder: Path) -> dict[str, Any]:
         config, log = self._config(folder), self._log(key, folder)
-        beats = status.judge(status.heartbeat.read_heartbeats(folder / HEALTH), time.time())
-        last = log.records[-1] if log.records else {}
-        headline = _headline(config)
+        now, run, headline = time.time(), Run(folder), _headline(config)
+        beats = heartbeat.read_heartbeats(folder / HEALTH)
+        found = listing.Reading(config, Description(), log.records, beats, _outcome(run))
         values = [record[headline] for record in log.records if headline in record]
-        times = [process.heartbeat.time for process in beats] + [last.get("time", 0.0)]
+        times = [beat.time for beat in beats] + [record.get("time", 0.0) for record in log.records[-1:]]
         times = [when for when in times if _number(when)]
-        steps = config.get("steps")
         return {
             "id": key,
             "name": name,
-            "state": _state(beats, folder),
-            "step": max([last.get("step", 0), *(process.heartbeat.step for process in beats)]),
-            "steps": steps if isinstance(steps, int) else None,
+            "state": _state(run, found, now),
+            "step": found.step,
+            "steps": found.steps,
             "headline": headline,
             "value": values[-1] if values else None,
-            "age_s": max(0.0, time.time() - (max(times, default=0.0) or _changed(folder))),
+            "age_s": max(0.0, now - (max(times, default=0.0) or _changed(folder))),
             "puzzle": _section(config, "task").get("kind") == "puzzle",
         }
 
@@ -179,28 +180,17 @@ def _search(folders: list[Path]) -> Iterator[tuple[str, tuple[str, Path]]]:
                 return
 
 
-def _state(processes: list[status.ProcessStatus], folder: Path) -> str:
-    """running, lagging, done, stopped, failed, lost (no sign of life), or new; a run of a study says it itself."""
-    ends = {process.heartbeat.ended or "" for process in processes}
-    if any(process.alive for process in processes):
-        return "lagging" if any(process.verdict in ("lagging", "slow") for process in processes) else "running"
-    if outcome := _outcome(folder):
-        return outcome
-    if not processes:
-        return "new"
-    for state in ("failed", "stopped"):
-        if any(end.startswith(state) for end in ends):
-            return state
-    return "done" if ends == {"done"} else "lost"
+def _state(run: Run, found: listing.Reading, now: float) -> str:
+    """As `tinypod runs list` says it; of one that runs, also whether it lags."""
+    state, _ = listing.judge_state(run, found, now)
+    slow = any(process.verdict in ("lagging", "slow") for process in status.judge(found.beats, now))
+    return "lagging" if state == "running" and slow else state
 
 
-def _outcome(folder: Path) -> str | None:
-    try:
-        state = json.loads((folder / OUTCOME).read_text())["state"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    known = {"waiting": "new", "running": "running", "done": "done", "failed": "failed", "diverged": "diverged"}
-    return (known | {"stopped_early": "stopped early"}).get(state) if isinstance(state, str) else None
+def _outcome(run: Run) -> dict[str, Any]:
+    with suppress(UserError, OSError):  # the page shows the rest
+        return listing.read_outcome(run)
+    return {}
 
 
 def _headline(config: dict[str, Any]) -> str | None:

@@ -90,8 +90,8 @@ function choose(id, on) {
 
 // ---- the list of runs
 
-const STATES = {running: "trains", lagging: "trains, lagging", done: "done", stopped: "stopped", failed: "failed",
-  diverged: "diverged", lost: "no sign of life", new: "not started", "stopped early": "stopped early"}
+const STATES = {running: "trains", lagging: "trains, lagging", silent: "no sign of life", new: "not started",
+  early: "stopped early"}  // the others are words of their own
 
 function drawRuns() {
   const wanted = byId("filter").value.toLowerCase(), list = byId("runs")
