@@ -1,29 +1,35 @@
 """The figures and pictures of README and docs that a laptop can make, from the commit that is checked out.
 
-    make figures            # about twenty minutes on two quiet cores; stopped, it goes on where it was
+    make figures            # about half an hour on two quiet cores; stopped, it goes on where it was
     python docs/figures.py --docs /tmp/docs --work /tmp/work steps=4    # the same in small, to try it
 
 It trains the demo with three seeds and prints what README says about it, as ranges; draws `solve.svg` by the first of
-them; runs the demo study and photographs its report (`report.png`, where there is a Chromium).
+them; runs the demo study; and, where there is a Chromium, photographs the study's report (`report.png`) and the page of
+`tinypod view` (`view.png`, `view_board.png`).
 """
 
 import argparse
-import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from tinypod.runs.folder import open_run
 from tinypod.runs.load import load_weights
 from tinypod.solve import refine
-from tinypod.solve.stops import Stops, count_stops
+from tinypod.solve.display import Refinement
+from tinypod.solve.stops import Stops, count_stops, most_telling
+from tinypod.view.server import open_server
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+import chromium  # noqa: E402 (the tests' driver of a browser)
+
 SEEDS = (0, 1, 2)
 REPORT_SIZE = (1000, 1880)  # pixels: the short answers, the tables and the first curves
-CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
-QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars", "--disable-sync")
+FIRST, SLOWER = "demo", "slower"  # runs that the page shows side by side
 
 
 def tinypod(*arguments: object, work: Path) -> None:
@@ -31,15 +37,15 @@ def tinypod(*arguments: object, work: Path) -> None:
 
 
 def train_demos(work: Path, overrides: Sequence[str]) -> list[Path]:
-    runs = [Path("runs") / f"demo_seed{seed}" for seed in SEEDS]
+    runs = [Path("runs") / (FIRST if seed == 0 else f"{FIRST}_seed{seed}") for seed in SEEDS]
     for seed, run in zip(SEEDS, runs, strict=True):
         tinypod("demo", f"seed={seed}", *overrides, "--run", run, work=work)
     return [work / run for run in runs]
 
 
-def read_stops(run: Path) -> Stops:
+def read_refinements(run: Path) -> Sequence[Refinement]:
     loaded = load_weights(open_run(run), [], "best")
-    return count_stops(refine.refinements(loaded.experiment, loaded.params, limit=None))
+    return refine.refinements(loaded.experiment, loaded.params, limit=None)
 
 
 def describe(found: Sequence[Stops]) -> str:
@@ -58,14 +64,36 @@ def describe(found: Sequence[Stops]) -> str:
     )
 
 
-def photograph(page: Path, target: Path, work: Path) -> None:
-    browser = next(filter(None, map(shutil.which, CHROMIUM)), None)
-    if browser is None:
-        print(f"{target} is left as it is: no Chromium here to photograph {page} with")
-        return
-    size = "--window-size={},{}".format(*REPORT_SIZE)
-    flags = [*QUIET, f"--user-data-dir={work / 'chromium'}", size, f"--screenshot={target}"]
-    subprocess.run([browser, *flags, page.resolve().as_uri()], check=True, capture_output=True)
+def photograph_report(browser: chromium.Browser, page: Path, target: Path) -> None:
+    shown = browser.open(*REPORT_SIZE)
+    shown.go(page.resolve().as_uri())
+    target.write_bytes(shown.screenshot())
+
+
+def photograph_view(browser: chromium.Browser, runs: Path, docs: Path, number: int) -> None:
+    """The curves of two runs, and the board with the held-out puzzle of this number, after its second step."""
+    with open_server([runs], 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        known = {run["name"]: run["id"] for run in server.runs.listing()}
+        chosen = f"{server.url}#runs={known[FIRST]},{known[SLOWER]}&run={known[FIRST]}"
+        page = browser.open(1280, 900)
+        page.go(f"{chosen}&tab=curves")
+        page.wait("document.querySelectorAll('.curve').length === 8")
+        page.wait("!document.querySelector('#differences').hidden")
+        page.hover("figure[data-metric='eval/exact_accuracy'] svg", 0.7)
+        page.wait("!document.querySelector('figure[data-metric=\"eval/exact_accuracy\"] .readout').hidden")
+        (docs / "view.png").write_bytes(page.screenshot())
+        page = browser.open(1280, 760, dark=True)
+        page.go(f"{chosen}&tab=board")
+        page.wait("document.querySelectorAll('#grid .cell').length === 36")
+        page.run(f"state.board.example = {number - 1}")
+        page.click("#example")
+        page.wait("document.querySelectorAll('#grid .given').length > 0")
+        page.click("#solve")
+        page.wait("!document.querySelector('#refinement').hidden")
+        page.run("goTo(2)")
+        (docs / "view_board.png").write_bytes(page.screenshot())
+        server.shutdown()
 
 
 def main() -> None:
@@ -78,10 +106,19 @@ def main() -> None:
     for folder in (docs, work):
         folder.mkdir(parents=True, exist_ok=True)
     runs = train_demos(work, options.overrides)
-    tinypod("solve", runs[0], "--svg", docs / "solve.svg", work=work)
+    refined = [read_refinements(run) for run in runs]
+    print(describe([count_stops(one) for one in refined]))
+    number, _ = most_telling(refined[0])
+    tinypod("solve", runs[0], "--number", number, "--svg", docs / "solve.svg", work=work)
+    slower = ("optimizer.learning_rate=1.5e-3", *options.overrides)
+    tinypod("train", FIRST, *slower, "--run", Path("runs") / SLOWER, work=work)
     tinypod("study", "run", "studies/demo", *options.overrides, work=work)
-    photograph(work / "studies" / "demo" / "report" / "report.html", docs / "report.png", work)
-    print(describe([read_stops(run) for run in runs]))
+    if why := chromium.why_not():
+        print(f"The pictures of pages are left as they are: {why}")
+        return
+    with chromium.Browser(work / "chromium") as browser:
+        photograph_report(browser, work / "studies" / "demo" / "report" / "report.html", docs / "report.png")
+        photograph_view(browser, work / "runs", docs, number)
 
 
 if __name__ == "__main__":

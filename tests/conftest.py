@@ -1,6 +1,8 @@
 """8 fake CPU devices, strict dtypes, no silent broadcasting: set before JAX starts."""
 
+import atexit
 import os
+import shutil
 import tempfile
 
 from hypothesis import settings
@@ -18,7 +20,9 @@ os.environ["NPROC"] = "32"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # Most of the tests' time is compiling: hence level 0, and what one test or process compiled serves the others.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(prefix="tinypod-tests-"))
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers of xdist have that of the process that started them
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="tinypod-tests-")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 settings.register_profile("tinypod", deadline=None, derandomize=True)  # tests time nothing, and fail alike everywhere

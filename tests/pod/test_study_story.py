@@ -30,7 +30,7 @@ def test_a_study_on_a_slice_that_is_preempted(cloud: Cloud, tmp_path: Path, monk
     spec.write_text(yaml.safe_dump(fields))
     base = str(CONFIGS / "trm" / "sudoku_mlp.yaml")
     study.write_text(yaml.safe_dump({"base": base, "factors": {"model.hidden_size": [16, 32]}, "seeds": 2}))
-    overrides = [*TINY, "steps=600", "checkpoint.every_steps=50", "eval.every_steps=300"]
+    overrides = [*TINY, "steps=400", "checkpoint.every_steps=50", "eval.every_steps=200"]
     overrides += [f"data.path={write_4x4(tmp_path / 'data')}", "health.step_timeout_s=240"]
     command = [sys.executable, "-m", "tinypod", "pod", "run", str(spec), str(study), *overrides, "--run", url]
     environment = {**os.environ, "COLUMNS": "200"}
@@ -64,7 +64,7 @@ def test_a_study_on_a_slice_that_is_preempted(cloud: Cloud, tmp_path: Path, monk
     files = store.files(url)
     outcomes = {name: json.loads(files[name]) for name in files if name.endswith("/outcome.json")}
     assert len(outcomes) == 4
-    assert {(one["state"], one["step"]) for one in outcomes.values()} == {("done", 600)}
+    assert {(one["state"], one["step"]) for one in outcomes.values()} == {("done", 400)}
     assert "report/report.html" in files
     assert not [name for name in files if name.endswith(".lock")], "somebody still owns something"
     # Both hosts were started twice, and each run came to its last step once.
@@ -73,4 +73,4 @@ def test_a_study_on_a_slice_that_is_preempted(cloud: Cloud, tmp_path: Path, monk
         log = files[name.replace("outcome.json", "metrics.jsonl")].splitlines()
         steps = [json.loads(line)["step"] for line in log if b"train/loss" in line]
         assert steps == sorted(set(steps))
-        assert steps[-1] == 600
+        assert steps[-1] == 400

@@ -52,6 +52,13 @@ def test_a_model_without_them_says_nothing_of_them(data: Path) -> None:
     assert built.task.notes == ()
 
 
+def test_a_halting_head_that_begins_undecided_learns_at_once(data: Path) -> None:
+    """Logits of exactly 0, and nothing solved yet: it moves towards going on."""
+    state, sums = run(data, "model.stop_bias=0", steps=1)
+    assert float(sums[0]["q_loss"] / sums[0]["weight"]) == pytest.approx(np.log(2), rel=1e-5)
+    assert float(state.params["q_head"]["bias"][0]) < 0
+
+
 @EACH
 def test_it_trains(data: Path, name: str) -> None:
     state, sums = run(data, *DEEPER, ABLATIONS[name], "optimizer.learning_rate=4e-3", steps=30)

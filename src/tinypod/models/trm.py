@@ -79,6 +79,7 @@ class TrmConfig(Config):
     single_z: bool = False  # one state that is answer and scratch at once
     separate_nets: bool = False  # one network for z_L and one for z_H, as in HRM
     one_step_gradient: bool = False  # only through the last update of z_L and of z_H, as in HRM
+    stop_bias: float = -5.0  # of the halting logits at first; a short run hardly moves it
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # of the forward pass; weights are float32
     remat: bool = False  # recompute activations in the backward pass: less memory, about a third more work
     unroll: bool = False  # unroll cycles and layers: slower to compile, usually faster to run
@@ -161,8 +162,8 @@ def init(config: TrmConfig, shape: PuzzleShape, key: Array) -> Params:
         "embed": embed,
         **nets,
         "head": layers.linear_init(keys["head"], (D, shape.vocab_size)),
-        # Zero weights and a bias of -5: a fresh model does not think that it has finished.
-        "q_head": {"weight": jnp.zeros((D, 2)), "bias": jnp.full((2,), -5.0, jnp.float32)},
+        # With the bias of -5 a fresh model does not think that it has finished.
+        "q_head": {"weight": jnp.zeros((D, 2)), "bias": jnp.full((2,), config.stop_bias, jnp.float32)},
         "z_init": {name: layers.truncated_normal(keys[name], (D,), 1.0) for name in _states(config)},
     }
     if isinstance(config.puzzle_embedding, PuzzleTable):

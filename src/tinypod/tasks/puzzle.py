@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
@@ -274,7 +275,7 @@ def make_loss(
         z, logits, q = trm.apply(model, params, carry["z"], tokens, rows, gather, cycles)
         scores = score(jnp.argmax(logits, axis=-1), q[:, 0], carry["example"]["labels"])
         lm_loss = _cell_losses(config, logits, carry["example"]["labels"])
-        q_loss = _binary_cross_entropy(q[:, 0], scores["exact_accuracy"])
+        q_loss = optax.sigmoid_binary_cross_entropy(q[:, 0], scores["exact_accuracy"])
         q_losses = {"q_loss": jnp.sum(q_loss)}
         steps = carry["steps"] + 1
         last = steps >= config.halting.max_steps
@@ -282,7 +283,7 @@ def make_loss(
             fixed = jax.lax.stop_gradient((params, rows))
             next_q = trm.apply(model, fixed[0], z, tokens, fixed[1], gather, cycles)[2]
             worth = jax.nn.sigmoid(jnp.where(last, next_q[:, 0], jnp.max(next_q, axis=-1)))
-            q_losses["q_continue_loss"] = jnp.sum(_binary_cross_entropy(q[:, 1], worth))
+            q_losses["q_continue_loss"] = jnp.sum(optax.sigmoid_binary_cross_entropy(q[:, 1], worth))
         total = jnp.sum(lm_loss) + varied["q_loss_weight"] * sum(q_losses.values())
 
         halted = last | ((stop_logit(q, continues=config.continue_loss) > 0) & (steps >= batch["min_steps"]))
@@ -357,7 +358,3 @@ def _cell_losses(config: PuzzleTaskConfig, logits_BSV: Array, labels_BS: Array) 
         target = target * (1 - smoothing) + smoothing / x.shape[-1]
     cells = -jnp.sum(target * log_p, axis=-1) * labelled.astype(jnp.float32)
     return jnp.sum(cells, axis=-1) / jnp.maximum(jnp.sum(labelled, axis=-1), 1).astype(jnp.float32)
-
-
-def _binary_cross_entropy(logit: Array, target: Array) -> Array:
-    return jnp.maximum(logit, 0) - logit * target + jnp.log1p(jnp.exp(-jnp.abs(logit)))
