@@ -1,9 +1,8 @@
 """The page in a real browser: headless Chromium, where there is one."""
 
-import json
 import re
-import shutil
-import subprocess
+from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -12,66 +11,43 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
+import chromium
 from synthetic_study import grid, rising, write_study
 from tinypod.study.report import write_report
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars")
-FLAGS += ("--disable-background-networking", "--disable-component-update", "--disable-sync")
-FLAGS += ("--disable-dev-shm-usage", "--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=10000")
-DARK = ("--blink-settings=preferredColorScheme=0",)
-LIMIT_S = 300
+HEIGHT = 6000  # pixels: the whole page
 
 pytestmark = pytest.mark.slow
 
-
-@pytest.fixture(scope="module", autouse=True)
-def chromium() -> None:
-    if CHROMIUM is None:
-        pytest.skip("no Chromium here: install it (Debian: apt-get install chromium)")
-    # Some systems have a stand-in of that name that only says where to get the browser.
-    asked = subprocess.run([CHROMIUM, "--version"], capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    if asked.returncode != 0:
-        pytest.skip(f"{CHROMIUM} does not start: {asked.stderr.strip()[-200:]}")
-
-
-# Sent from inside the page, because a page of file:// may not look into another.
-MEASURE = """<script>addEventListener("load", () => {
+MEASURE = """(() => {
   const box = element => { const r = element.getBoundingClientRect(); return [r.left, r.top, r.width, r.height] }
   const figures = [...document.querySelectorAll("figure")]
   const texts = figures.flatMap(figure => [...figure.querySelectorAll("svg text")].map(text => ({
     name: figure.id, text: text.textContent, box: box(text), svg: box(figure.querySelector("svg")),
     size: parseFloat(getComputedStyle(text).fontSize) * Math.hypot(text.getScreenCTM().a, text.getScreenCTM().b)})))
-  parent.postMessage({
+  return {
     width: innerWidth, content: document.documentElement.scrollWidth,
     background: getComputedStyle(document.body).backgroundColor,
     ink: getComputedStyle(document.querySelector("figure svg text")).fill,
     figures: Object.fromEntries(figures.map(figure => [figure.id, box(figure.querySelector("svg"))])),
-    tables: [...document.querySelectorAll(".scroll")].map(box), texts}, "*")
-})</script>"""
-FRAME = """<!doctype html><body style="margin:0"><pre id="measured"></pre>
-<script>addEventListener("message", event => {
-  document.getElementById("measured").textContent = JSON.stringify(event.data) })</script>
-<iframe src="%s" style="width:%dpx;height:6000px;border:0"></iframe></body>"""
+    tables: [...document.querySelectorAll(".scroll")].map(box), texts}
+})()"""
 
 
-def browse(tmp_path: Path, url: Path, *flags: str) -> str:
-    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", *flags, url.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Browser]:
+    if why := chromium.why_not():
+        pytest.skip(why)
+    with chromium.Browser(tmp_path_factory.mktemp("chromium") / "profile") as browser:
+        yield browser
 
 
-def measure(tmp_path: Path, page: Path, width: int, *flags: str) -> dict[str, Any]:
-    """What the browser made of the page, in a frame of some width: its own window is never narrower than 500."""
-    probe, frame = page.with_name("probe.html"), page.with_name("frame.html")
-    probe.write_text(page.read_text().replace("</body>", MEASURE + "</body>"))
-    frame.write_text(FRAME % (probe.name, width))
-    dom = browse(tmp_path, frame, "--window-size=1400,6200", "--dump-dom", *flags)
-    found = re.search(r'<pre id="measured">(.+?)</pre>', dom, re.DOTALL)
-    assert found, dom[-2000:]
-    measured: dict[str, Any] = json.loads(found[1].replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">"))
-    return measured
+def show(browser: chromium.Browser, page: Path, width: int, *, dark: bool = False) -> chromium.Page:
+    shown = browser.open(width, HEIGHT, dark=dark)
+    shown.go(page.as_uri())
+    assert shown.requests == [page.as_uri()]  # it fetches nothing
+    assert shown.errors == []
+    return shown
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +66,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("width", [360, 1200])
-def test_the_page_fits_a_phone_and_a_desk(tmp_path: Path, page: Path, width: int) -> None:
-    found = measure(tmp_path, page, width)
+def test_the_page_fits_a_phone_and_a_desk(browser: chromium.Browser, page: Path, width: int) -> None:
+    found = show(browser, page, width).run(MEASURE)
     assert found["width"] == width
     assert found["content"] <= width  # wide tables scroll inside themselves
     expected = {f"figure-{file.stem}" for file in page.parent.glob("*.png")}
@@ -112,8 +88,8 @@ def test_the_page_fits_a_phone_and_a_desk(tmp_path: Path, page: Path, width: int
         assert top + high <= y + whole_high + 1, text
 
 
-def test_the_page_is_dark_where_the_reader_is(tmp_path: Path, page: Path) -> None:
-    light, dark = measure(tmp_path, page, 800), measure(tmp_path, page, 800, *DARK)
+def test_the_page_is_dark_where_the_reader_is(browser: chromium.Browser, page: Path) -> None:
+    light, dark = (show(browser, page, 800, dark=dark).run(MEASURE) for dark in (False, True))
 
     def brightness(color: str) -> float:
         return sum(map(int, re.findall(r"\d+", color)[:3])) / 765
@@ -124,13 +100,11 @@ def test_the_page_is_dark_where_the_reader_is(tmp_path: Path, page: Path) -> Non
     assert brightness(dark["ink"]) > 0.7
 
 
-def test_the_figures_are_to_be_seen(tmp_path: Path, page: Path) -> None:
+def test_the_figures_are_to_be_seen(browser: chromium.Browser, page: Path) -> None:
     """In a picture of the screen, every figure has lines and letters where the browser says that it is."""
-    found = measure(tmp_path, page, 1200)
-    shot = tmp_path / "shot.png"
-    browse(tmp_path, page, "--window-size=1200,6000", f"--screenshot={shot}")
-    pixels = imread(shot)[..., :3]
-    assert pixels.shape[:2] == (6000, 1200)
+    shown = show(browser, page, 1200)
+    found, pixels = shown.run(MEASURE), imread(BytesIO(shown.screenshot()))[..., :3]
+    assert pixels.shape[:2] == (HEIGHT, 1200)
     for name, (left, top, width, height) in found["figures"].items():
         part = pixels[round(top) : round(top + height), round(left) : round(left + width)]
         differs = (np.abs(part - part[0, 0]).max(-1) > 0.15).mean()
