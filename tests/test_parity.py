@@ -103,7 +103,11 @@ def close(actual, expected, tolerance: float, name: str) -> None:
 
 @pytest.mark.parametrize(
     "form",
-    [{}, pytest.param({"remat": True}, marks=pytest.mark.slow), {"unroll": True}],
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"remat": True}, marks=pytest.mark.slow),
+        {"unroll": True},  # as the recipes do
+    ],
     ids=["scan", "remat", "unrolled"],
 )
 @pytest.mark.parametrize("name", ["trm_mlp", "trm_attention"])

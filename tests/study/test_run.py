@@ -117,7 +117,8 @@ def test_a_run_that_diverges_is_marked_and_the_others_go_on(data: Path, tmp_path
     assert records(sound) == before
 
 
-@pytest.mark.parametrize("most", [None, pytest.param(1, marks=pytest.mark.slow)], ids=["packed", "alone"])
+@pytest.mark.slow
+@pytest.mark.parametrize("most", [None, 1], ids=["packed", "alone"])
 def test_rules_end_runs_early_and_the_others_are_packed_anew(data: Path, tmp_path: Path, most: int | None) -> None:
     """Of four trials two go on after step 4, and one after step 8."""
     search = {"kind": "halving", "trials": 4, "rung_steps": [4, 8], "keep": 0.5}
@@ -196,6 +197,7 @@ def test_devices_of_a_run_alone(data: Path, tmp_path: Path) -> None:
     assert most_devices(fixed, 8) == 2
 
 
+@pytest.mark.slow
 def test_a_run_alone_has_as_many_devices_as_its_batch_divides_over(data: Path, tmp_path: Path) -> None:
     study = load_study(write(tmp_path, data, set={"steps": 2, "batch_size": 12}))
     console = quiet()

@@ -315,7 +315,8 @@ def test_an_export_has_the_effective_weights(teacher: Path, cache: Path, tmp_pat
     np.testing.assert_allclose(np.asarray(ours), expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", ["low-bit", pytest.param("LoRA over low-bit", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["low-bit", "LoRA over low-bit"])
 def test_a_short_dtype_has_nearly_the_same_gradients_and_adds_them_up_in_float32(cache: Path, form: str) -> None:
     def first_step(dtype: str, accumulation: int) -> dict[str, Any]:
         options = (f"accumulation={accumulation}", "task.temperature=2.0", "task.label_weight=0.5")
