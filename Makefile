@@ -32,7 +32,7 @@ help:
 	touch $@
 
 data/demo/dataset.json: | .venv/runtime
-	$(BIN)/tinypod data sudoku data/demo --generate --box 2x3 --clues 20 --train-size 1000 --test-size 500
+	$(BIN)/tinypod data sudoku data/demo --generate --box 2x3 --clues 12 --train-size 1000 --test-size 500
 
 demo: .venv/runtime
 	$(BIN)/tinypod demo

@@ -1,6 +1,7 @@
 """What `make demo` promises, from the commands that it runs."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,10 +40,14 @@ def test_the_demo_solves_held_out_puzzles(tmp_path: Path) -> None:
 
     shown = tinypod(*command)
     scores = json.loads(tinypod("eval", "runs/demo", "--json"))
-    assert scores["exact_accuracy"] >= 0.95
+    assert scores["exact_accuracy"] >= 0.85
     assert scores["count"] == 500
     assert f"It solves {round(500 * scores['exact_accuracy'])} of 500 held-out puzzles" in shown
-    assert "solved at step" in shown
+    assert "wrong at first, refined, and rightly stopped at" in shown
+    stops = re.search(r"stopped by itself on (\d+) of 500, .*?: (\d+) of these", " ".join(shown.split()))
+    assert stops
+    assert int(stops[1]) > 400
+    assert int(stops[2]) > 0.7 * int(stops[1])  # it knows: at its first step hardly any are right
     info = puzzles.read_info(tmp_path / "data/demo")
     train, test = (puzzles.read_split(tmp_path / "data/demo", info, name) for name in ("train", "test"))
     signatures = [sudoku.signatures(split.inputs - 1, (2, 3)) for split in (train, test)]

@@ -2,8 +2,8 @@
 
     import tinypod
 
-    tinypod.make_sudoku("data/demo", box=(2, 3), clues=20, train_size=1000, test_size=500)
-    model = tinypod.train("demo", steps=300)
+    tinypod.make_sudoku("data/demo", box=(2, 3), clues=12, train_size=1000, test_size=500)
+    model = tinypod.train("demo", steps=1200)
     model.evaluate()["exact_accuracy"]
     model.solve("1..45..5....")
 

@@ -24,22 +24,22 @@ def test_the_list_has_every_recipe_and_study_within_80_columns() -> None:
     lines = ok("configs").splitlines()
     assert max(map(len, lines)) <= 80
     counts = {line.split()[0]: line.split()[1] for line in lines if len(line.split()) > 1}
-    assert (counts["demo"], counts["trm/sudoku_mlp"], counts["studies/demo"]) == ("300", "65,104", "12")
+    assert (counts["demo"], counts["trm/sudoku_mlp"], counts["studies/demo"]) == ("1,200", "65,104", "12")
     assert "base" not in counts
 
 
 def test_each_key_names_the_file_that_it_comes_from(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     base = Path(cli.__file__).parents[1] / "configs" / "demo.yaml"
-    mine.write_text(f"defaults: [{base}]\nbatch_size: 64\noptimizer: {{schedule: {{kind: cosine}}}}\n")
+    mine.write_text(f"defaults: [{base}]\nbatch_size: 64\noptimizer: {{schedule: {{kind: constant}}}}\n")
     found = json.loads(ok("configs", mine, "steps=20", "model.mixing={kind: attention}", "--json"))
     assert found["steps"] == [20, "command line"]
     assert found["batch_size"] == [64, "mine.yaml"]
-    assert found["ema_decay"] == [0.98, "demo.yaml"]
+    assert found["ema_decay"] == [0.995, "demo.yaml"]
     assert found["accumulation"] == [1, "base.yaml"]
     assert found["health.heartbeat_s"][1] == "default"
     # Another kind replaces the whole mapping: nothing in it comes from the files below any more.
-    assert found["optimizer.schedule.kind"] == ["cosine", "mine.yaml"]
+    assert found["optimizer.schedule.kind"] == ["constant", "mine.yaml"]
     assert found["optimizer.schedule.warmup_steps"] == [0, "default"]
     assert found["model.mixing.kind"] == ["attention", "command line"]
     assert found["model.mixing.num_heads"][1] == "default"

@@ -42,7 +42,7 @@ def make_puzzles(path: str) -> None:
     from tinypod.runs import storage
 
     if not storage.is_remote(path) and not (Path(path) / "dataset.json").is_file():
-        api.make_sudoku(path, box=(2, 3), clues=20, train_size=1000, test_size=500)
+        api.make_sudoku(path, box=(2, 3), clues=12, train_size=1000, test_size=500)
 
 
 def _show_refinement(run: str) -> None:
