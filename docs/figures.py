@@ -19,7 +19,7 @@ from tinypod.runs.folder import open_run
 from tinypod.runs.load import load_weights
 from tinypod.solve import refine
 from tinypod.solve.display import Refinement
-from tinypod.solve.stops import Stops, count_stops, most_telling
+from tinypod.solve.stops import count_stops, most_telling
 from tinypod.view.server import open_server
 
 ROOT = Path(__file__).parents[1]
@@ -48,18 +48,21 @@ def read_refinements(run: Path) -> Sequence[Refinement]:
     return refine.refinements(loaded.experiment, loaded.params, limit=None)
 
 
-def describe(found: Sequence[Stops]) -> str:
-    def span(values: Sequence[float]) -> str:
-        low, high = (f"{100 * value:.1f}" for value in (min(values), max(values)))
-        return f"{low} %" if low == high else f"{low} to {high} %"
+def describe(refined: Sequence[Sequence[Refinement]]) -> str:
+    def span(values: Sequence[float], unit: str = " %") -> str:
+        low, high = (f"{value:.1f}" for value in (min(values, default=0.0), max(values, default=0.0)))
+        return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
 
-    stops = [one.right / one.stopped for one in found if one.stopped]
+    found = [count_stops(one) for one in refined]
+    first = [100 * sum(bool(puzzle.solved_steps[0]) for puzzle in one) / len(one) for one in refined]
     return "\n".join(
         [
             f"The demo, seeds {', '.join(map(str, SEEDS))}:",
-            f"  held-out puzzles solved: {span([one.solved / one.puzzles for one in found])}",
-            f"  stopped at by itself: {span([one.stopped / one.puzzles for one in found])}",
-            f"  of these stops, right: {span(stops) if stops else 'none'}",
+            f"  held-out puzzles solved: {span([100 * one.solved / one.puzzles for one in found])}",
+            f"  right after the first step: {span(first)}",
+            f"  stopped at by itself: {span([100 * one.stopped / one.puzzles for one in found])}",
+            f"  after, on average: {span([one.mean_steps for one in found if one.stopped], ' steps')}",
+            f"  of these stops, right: {span([100 * one.right / one.stopped for one in found if one.stopped])}",
         ]
     )
 
@@ -107,7 +110,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
     runs = train_demos(work, options.overrides)
     refined = [read_refinements(run) for run in runs]
-    print(describe([count_stops(one) for one in refined]))
+    print(describe(refined))
     number, _ = most_telling(refined[0])
     tinypod("solve", runs[0], "--number", number, "--svg", docs / "solve.svg", work=work)
     slower = ("optimizer.learning_rate=1.5e-3", *options.overrides)
