@@ -44,7 +44,7 @@ def test_the_demo_solves_held_out_puzzles(tmp_path: Path) -> None:
     assert scores["count"] == 500
     assert f"It solves {round(500 * scores['exact_accuracy'])} of 500 held-out puzzles" in shown
     assert "wrong at first, refined, and rightly stopped at" in shown
-    stops = re.search(r"stopped by itself on (\d+) of 500, .*?: (\d+) of these", " ".join(shown.split()))
+    stops = re.search(r"stopped by itself on (\d+) of 500, .*?; (\d+) of these", " ".join(shown.split()))
     assert stops
     assert int(stops[1]) > 400
     assert int(stops[2]) > 0.7 * int(stops[1])  # it knows: at its first step hardly any are right

@@ -36,8 +36,9 @@ def test_stops_are_counted_by_the_answer_at_the_stop() -> None:
     assert np.isclose(found.mean_steps, (1 + 2 + 4 + 2) / 4)
     assert found.sentences() == [
         "It solves 5 of 6 held-out puzzles: 83.3%.",
-        "It stopped by itself on 4 of 6, after 2.2 steps on average: 3 of these 4 answers are right (75.0%).",
-        "It was never sure enough to stop within 4 steps on 2: 1 of these 2 ended right.",
+        "It stopped by itself on 4 of 6, after 2.2 steps on average;",
+        "3 of these 4 answers are right (75.0%).",
+        "On 2 it was never sure enough to stop within 4 steps: 1 ended right.",
     ]
 
 

@@ -20,15 +20,16 @@ class Stops(NamedTuple):
     most_steps: int
 
     def sentences(self) -> list[str]:
+        """Of at most 80 columns each."""
         lines = [f"It solves {self.solved} of {self.puzzles} held-out puzzles: {self.solved / self.puzzles:.1%}."]
         if not self.stopped:
             return [*lines, f"It never stopped by itself within {self.most_steps} steps."]
-        share = f"{self.right} of these {self.stopped} answers are right ({self.right / self.stopped:.1%})"
         mean = f"after {self.mean_steps:.1f} steps on average"
-        lines.append(f"It stopped by itself on {self.stopped} of {self.puzzles}, {mean}: {share}.")
+        lines.append(f"It stopped by itself on {self.stopped} of {self.puzzles}, {mean};")
+        lines.append(f"{self.right} of these {self.stopped} answers are right ({self.right / self.stopped:.1%}).")
         if left := self.puzzles - self.stopped:
-            ended = f"{self.late} of these {left} ended right" if left > 1 else "ended right" if self.late else "wrong"
-            lines.append(f"It was never sure enough to stop within {self.most_steps} steps on {left}: {ended}.")
+            ended = f"{self.late} ended right" if left > 1 else "right" if self.late else "wrong"
+            lines.append(f"On {left} it was never sure enough to stop within {self.most_steps} steps: {ended}.")
         return lines
 
 
