@@ -121,7 +121,7 @@ def test_ctrl_c_in_a_packed_study_is_answered_while_it_compiles(folder: Path) ->
 
 def test_ctrl_c_in_an_evaluation_says_what_will_be_saved(trained: Terminal, folder: Path) -> None:
     """One that takes long: of single puzzles."""
-    slow = ("eval.batch_size=1", "task.halting.max_steps=16")
+    slow = ("eval.batch_size=1", "task.halting.max_steps=320")
     with Terminal(training(folder, "evaluating", *slow), 60) as terminal:
         terminal.wait_for(r"evaluating \d+/400")
         terminal.interrupt()
