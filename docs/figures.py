@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import chdir
 from pathlib import Path
 
 from tinypod.runs.folder import open_run
@@ -75,7 +76,7 @@ def photograph_report(browser: chromium.Browser, page: Path, target: Path) -> No
 
 def photograph_view(browser: chromium.Browser, runs: Path, docs: Path, number: int) -> None:
     """The curves of two runs, and the board with the held-out puzzle of this number, after its second step."""
-    with open_server([runs], 0) as server:
+    with chdir(runs.parent), open_server([Path(runs.name)], 0) as server:  # the page says where the runs are
         threading.Thread(target=server.serve_forever, daemon=True).start()
         known = {run["name"]: run["id"] for run in server.runs.listing()}
         chosen = f"{server.url}#runs={known[FIRST]},{known[SLOWER]}&run={known[FIRST]}"
