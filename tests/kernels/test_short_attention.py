@@ -1,0 +1,80 @@
+"""The kernel in Pallas' interpreter, against the plain formula of `layers.attention`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+from tinypod.kernels import short_attention
+from tinypod.models import layers
+
+BATCH, HEADS = 3, 2
+# Positions, width of a head, rotary positions or none: TRM's own first.
+CASES = [(97, 64, True), (97, 32, False), (1, 64, True), (16, 32, False), (33, 64, False), (128, 32, True)]
+
+
+def plain(qkv_BT3NH: Array, rope: short_attention.Rope | None) -> Array:
+    q, k, v = (qkv_BT3NH[:, :, i] for i in range(3))
+    if rope is not None:
+        q, k = layers.rotate(q, *rope), layers.rotate(k, *rope)
+    return jax.nn.dot_product_attention(q, k, v)
+
+
+def fused(qkv_BT3NH: Array, rope: short_attention.Rope | None) -> Array:
+    return short_attention.attend(qkv_BT3NH, rope, interpret=True)
+
+
+def values(length: int, head: int) -> tuple[Array, Array]:
+    """Scores of a few units, so that the softmax is neither flat nor a choice of one."""
+    x, dy = (jax.random.key(seed) for seed in range(2))
+    qkv = 1.5 * jax.random.normal(x, (BATCH, length, 3, HEADS, head))
+    return qkv, jax.random.normal(dy, (BATCH, length, HEADS, head))
+
+
+def run(function, qkv: Array, dy: Array, rope: short_attention.Rope | None) -> tuple[Array, Array]:
+    """The result and the gradient."""
+
+    @jax.jit
+    def both(qkv: Array, dy: Array) -> tuple[Array, Array]:
+        y, pull_back = jax.vjp(lambda qkv: function(qkv, rope), qkv)
+        return y, pull_back(dy)[0]
+
+    return both(qkv, dy)
+
+
+@pytest.mark.parametrize(("length", "head", "rotary"), CASES)
+def test_it_is_attention(length: int, head: int, rotary: bool) -> None:
+    assert short_attention.supports(length, head, jnp.float32)
+    rope = layers.rope_tables(length, head, 10_000.0) if rotary else None
+    qkv, dy = values(length, head)
+    for found, expected in zip(run(fused, qkv, dy, rope), run(plain, qkv, dy, rope), strict=True):
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def error(found: Array, exact: Array) -> float:
+    """Relative, over all values."""
+    difference = np.asarray(found, np.float32) - np.asarray(exact)
+    return float(np.linalg.norm(difference) / np.linalg.norm(exact))
+
+
+@pytest.mark.parametrize(("length", "head", "rotary"), CASES[:2])
+def test_it_rounds_no_more_than_the_plain_formula(length: int, head: int, rotary: bool) -> None:
+    rope = layers.rope_tables(length, head, 10_000.0) if rotary else None
+    qkv, dy = (x.astype(jnp.bfloat16) for x in values(length, head))
+    exact = run(plain, qkv.astype(jnp.float32), dy.astype(jnp.float32), rope)
+    ours = run(fused, qkv, dy, rope)
+    with jax.numpy_dtype_promotion("standard"):  # JAX's own attention promotes
+        theirs = run(plain, qkv, dy, rope)
+    for y, other, expected in zip(ours, theirs, exact, strict=True):
+        assert y.dtype == jnp.bfloat16
+        assert error(y, expected) <= 1.5 * error(other, expected) + 1e-6
+
+
+def test_what_it_takes() -> None:
+    assert short_attention.supports(97, 64, jnp.bfloat16)
+    assert not short_attention.supports(129, 64, jnp.bfloat16)
+    assert not short_attention.supports(97, 48, jnp.bfloat16)
+    assert not short_attention.supports(97, 16, jnp.bfloat16)
+    assert not short_attention.supports(97, 64, jnp.int32)
