@@ -39,14 +39,14 @@ class Placement(NamedTuple):
     gather: Gather | None = None  # makes weights whole that lie split over `fsdp`
 
     @property
-    def kernels(self) -> Literal["cudnn", "tpu"] | None:
+    def kernels(self) -> Literal["cuda", "tpu"] | None:
         """Those that its devices can run."""
         if self.mesh is None:
             return None
         device = self.mesh.devices.flat[0]
         generation = str(getattr(device, "compute_capability", "")).partition(".")[0]  # "9" of "9.0"; AMD's are names
         if device.platform == "gpu" and generation.isdigit() and int(generation) >= 8:
-            return "cudnn"
+            return "cuda"
         return "tpu" if device.platform == "tpu" else None
 
 

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from jax import Array
 
+from tinypod import sharding
 from tinypod.kernels import short_attention
 from tinypod.models import layers
+from tinypod.sharding import ANYWHERE, MeshConfig
 
 BATCH, HEADS = 3, 2
 # Positions, width of a head, rotary positions or none: TRM's own first.
@@ -45,7 +47,6 @@ def run(function, qkv: Array, dy: Array, rope: short_attention.Rope | None) -> t
 
 @pytest.mark.parametrize(("length", "head", "rotary"), CASES)
 def test_it_is_attention(length: int, head: int, rotary: bool) -> None:
-    assert short_attention.supports(length, head, jnp.float32)
     rope = layers.rope_tables(length, head, 10_000.0) if rotary else None
     qkv, dy = values(length, head)
     for found, expected in zip(run(fused, qkv, dy, rope), run(plain, qkv, dy, rope), strict=True):
@@ -72,9 +73,17 @@ def test_it_rounds_no_more_than_the_plain_formula(length: int, head: int, rotary
         assert error(y, expected) <= 1.5 * error(other, expected) + 1e-6
 
 
-def test_what_it_takes() -> None:
-    assert short_attention.supports(97, 64, jnp.bfloat16)
-    assert not short_attention.supports(129, 64, jnp.bfloat16)
-    assert not short_attention.supports(97, 48, jnp.bfloat16)
-    assert not short_attention.supports(97, 16, jnp.bfloat16)
-    assert not short_attention.supports(97, 64, jnp.int32)
+def test_where_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(length: int = 97, head: int = 64, dtype: str = "bfloat16", mesh: MeshConfig | None = None) -> object:
+        placement = ANYWHERE if mesh is None else sharding.place(sharding.make_mesh(mesh), {})
+        qkv = jax.ShapeDtypeStruct((8, length, 3, 2, head), dtype)
+        return jax.eval_shape(lambda qkv: short_attention.fused(qkv, None, placement), qkv)
+
+    assert choose() is None  # no GPU
+    monkeypatch.setattr(sharding.Placement, "kernels", "cuda")
+    assert choose() is not None
+    assert choose(length=129) is None
+    assert choose(head=48) is None
+    assert choose(head=16) is None
+    assert choose(dtype="float32") is None
+    assert choose(mesh=MeshConfig(data=4, tensor=2)) is None

@@ -21,6 +21,9 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from tinypod.kernels.partition import by_rows, splits_width
+from tinypod.sharding import Placement
+
 LONGEST = 128  # positions; the scores of one program, P by P in float32, have to fit its registers
 HEADS = (32, 64, 128)  # widths; half of one is a side of a matrix product, which has at least 16
 LOG2_E = math.log2(math.e)
@@ -30,8 +33,13 @@ Rope = tuple[Array, Array]
 Ref = Any
 
 
-def supports(length: int, head: int, dtype: Any) -> bool:
-    return 1 <= length <= LONGEST and head in HEADS and dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
+def fused(qkv_BT3NH: Array, rope: Rope | None, placement: Placement) -> Array | None:
+    """None where these devices, or these shapes, have no such kernel."""
+    _, length, _, _, head = qkv_BT3NH.shape
+    half = qkv_BT3NH.dtype in (jnp.bfloat16, jnp.float16)
+    if placement.kernels != "cuda" or not half or length > LONGEST or head not in HEADS or splits_width(placement):
+        return None
+    return by_rows(lambda qkv_BT3NH: attend(qkv_BT3NH, rope), placement, num_weights=0)(qkv_BT3NH)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from tinypod.kernels import attention as kernels
+from tinypod.kernels import short_attention, token_mixing
 from tinypod.sharding import Placement
 
 TRUNCATED_STD = 0.8796256610342398  # std of a unit normal cut at ±2
@@ -66,6 +67,12 @@ def token_swiglu(params: dict[str, Array], x_BTD: Array) -> Array:
     return jnp.einsum("bfd,ft->btd", inner_BFD, params["down"].astype(x_BTD.dtype))
 
 
+def token_block(params: dict[str, Array], x_BTD: Array, placement: Placement) -> Array:
+    """Token mixing, the residual and the norm along the positions."""
+    fused = token_mixing.fused(params["gate_up"], params["down"], x_BTD, RMS_EPSILON, placement)
+    return rms_norm(x_BTD + token_swiglu(params, x_BTD), axis=1) if fused is None else fused
+
+
 def rope_tables(num_positions: int, head_dim: int, theta: float) -> tuple[Array, Array]:
     """cos and sin of shape [T, 1, H], the two halves of a head sharing their angles."""
     frequency_H2 = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
@@ -92,13 +99,15 @@ def attention_init(key: Array, num_layers: int, width: int, num_heads: int) -> d
     }
 
 
-def attention(params: dict[str, Array], x_BTD: Array, rope: tuple[Array, Array] | None) -> Array:
+def attention(params: dict[str, Array], x_BTD: Array, rope: tuple[Array, Array] | None, placement: Placement) -> Array:
     """Self-attention of every position to every position."""
     qkv_BT3NH = jnp.einsum("btd,dcnh->btcnh", x_BTD, params["qkv"].astype(x_BTD.dtype))
-    q_BTNH, k_BTNH, v_BTNH = (qkv_BT3NH[:, :, i] for i in range(3))
-    if rope is not None:
-        q_BTNH, k_BTNH = rotate(q_BTNH, *rope), rotate(k_BTNH, *rope)
-    y_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BTNH, v_BTNH)
+    y_BTNH = short_attention.fused(qkv_BT3NH, rope, placement)
+    if y_BTNH is None:
+        q_BTNH, k_BTNH, v_BTNH = (qkv_BT3NH[:, :, i] for i in range(3))
+        if rope is not None:
+            q_BTNH, k_BTNH = rotate(q_BTNH, *rope), rotate(k_BTNH, *rope)
+        y_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BTNH, v_BTNH)
     return jnp.einsum("btnh,nhd->btd", y_BTNH, params["out"].astype(x_BTD.dtype))
 
 

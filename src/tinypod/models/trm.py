@@ -25,7 +25,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from tinypod.config import Config
 from tinypod.models import layers
-from tinypod.sharding import Gather, Rules
+from tinypod.sharding import ANYWHERE, Placement, Rules
 
 Params = dict[str, Any]
 
@@ -81,6 +81,7 @@ class TrmConfig(Config):
     one_step_gradient: bool = False  # only through the last update of z_L and of z_H, as in HRM
     stop_bias: float = -5.0  # of the halting logits at first; a short run hardly moves it
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # of the forward pass; weights are float32
+    fused: bool = True  # one kernel for what is several passes over memory, where the devices have one
     remat: bool = False  # recompute activations in the backward pass: less memory, about a third more work
     unroll: bool = False  # unroll cycles and layers: slower to compile, usually faster to run
 
@@ -223,10 +224,11 @@ def embed(config: TrmConfig, params: Params, tokens_BS: Array, rows_BE: Array | 
 
 
 def make_net(
-    config: TrmConfig, num_positions: int, gather: Gather | None
+    config: TrmConfig, num_positions: int, placement: Placement
 ) -> Callable[[Params, Array, Array | None], Array]:
     """The network of the recursion: `net(layers, h, injection) -> h`."""
-    mixing = config.mixing
+    mixing, gather = config.mixing, placement.gather
+    fused = placement if config.fused else ANYWHERE
     group = "layers_L" if config.separate_nets else "layers"  # of two nets, both are split alike
     rope = None
     if isinstance(mixing, AttentionMixing) and isinstance(mixing.positions, Rope):
@@ -236,9 +238,9 @@ def make_net(
         if gather is not None:
             layer = gather(group, layer)
         if isinstance(mixing, AttentionMixing):
-            x_BTD = layers.rms_norm(x_BTD + layers.attention(layer["attention"], x_BTD, rope))
+            x_BTD = layers.rms_norm(x_BTD + layers.attention(layer["attention"], x_BTD, rope, fused))
         else:
-            x_BTD = layers.rms_norm(x_BTD + layers.token_swiglu(layer["token_mlp"], x_BTD), axis=1)
+            x_BTD = layers.token_block(layer["token_mlp"], x_BTD, fused)
         return layers.rms_norm(x_BTD + layers.swiglu(layer["mlp"], x_BTD))
 
     def net(stacked: Params, h_BTD: Array, injection_BTD: Array | None) -> Array:
@@ -258,18 +260,17 @@ def apply(
     z: Z | SingleZ,
     tokens_BS: Array,
     rows_BE: Array | None,
-    gather: Gather | None = None,
+    placement: Placement = ANYWHERE,
     cycles: Cycles | None = None,
 ) -> tuple[Z | SingleZ, Array, Array]:
     """One supervision step: the new z (detached), logits [B, S, V], and float32 halting logits [B, 2].
 
-    With `gather`, weights that lie split over devices are made whole where they are used. With `cycles`, only so many
-    of the config's cycles take effect.
+    With `cycles`, only so many of the config's cycles take effect.
     """
-    if gather is not None:
-        params = params | {name: gather(name, params[name]) for name in ("embed", "head")}
+    if placement.gather is not None:
+        params = params | {name: placement.gather(name, params[name]) for name in ("embed", "head")}
     x_BTD = embed(config, params, tokens_BS, rows_BE)
-    net = make_net(config, x_BTD.shape[1], gather)
+    net = make_net(config, x_BTD.shape[1], placement)
     weights = {name: params[f"layers_{name}" if config.separate_nets else "layers"] for name in ("H", "L")}
     live_H, live_L = cycles or (None, None)
 

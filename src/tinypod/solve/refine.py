@@ -64,13 +64,13 @@ def refinements(
 def make_program(experiment: Experiment, steps: int | None = None) -> Program:
     """`(params, inputs [B, S]) -> answers, halting probabilities` as in `refine`, compiled once for each B. `steps`:
     default the config's task.halting.max_steps."""
-    gather, config = sharding.make_gather(experiment.mesh, experiment.specs), experiment.config
+    placement, config = sharding.place(experiment.mesh, experiment.specs), experiment.config
     steps = config.task.halting.max_steps if steps is None else steps
 
     @jax.jit
     def run(params: trm.Params, inputs: Array) -> tuple[Array, Array]:
         identifiers = jnp.zeros(inputs.shape[0], jnp.int32)
-        answers, q = run_steps(config.model, params, inputs, identifiers, steps, gather)
+        answers, q = run_steps(config.model, params, inputs, identifiers, steps, placement)
         return answers, jax.nn.sigmoid(stop_logit(q, continues=config.task.continue_loss))
 
     return run

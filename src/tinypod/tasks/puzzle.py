@@ -25,7 +25,7 @@ from tinypod.data.views import IGNORED_LABEL, Sampler, device_arrays, draw_examp
 from tinypod.errors import ConfigError, DataError
 from tinypod.models import trm
 from tinypod.runs.storage import is_remote
-from tinypod.sharding import ANYWHERE, Gather, Placement, replicated
+from tinypod.sharding import ANYWHERE, Placement, replicated
 from tinypod.tasks import puzzle_scores
 from tinypod.tasks.feed import ResidentFeed
 from tinypod.tasks.puzzle_schedule import (
@@ -135,7 +135,7 @@ def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> 
 
     def open_evaluation(split: str | None) -> Evaluation:
         held_out = puzzles.read_split(*opened, split or config.data.eval_split)
-        return puzzle_scores.evaluation(model, held_out, info.sources, max_steps, placement.gather, continues=continues)
+        return puzzle_scores.evaluation(model, held_out, info.sources, max_steps, placement, continues=continues)
 
     def flops(training: bool) -> int:
         if training:
@@ -151,7 +151,7 @@ def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> 
         draw=draw,
         begin=lambda params, carry, batch: take_examples(model, params, carry, batch["example"]),
         lookup=lambda carry: {TABLE: carry["example"]["identifiers"]} if has_table else {},
-        loss=make_loss(config.task, model, shape, placement.gather),
+        loss=make_loss(config.task, model, shape, placement),
         rules=rules,
         prepared_rules=rules,
         varied={
@@ -261,7 +261,7 @@ def train_flops(
 
 
 def make_loss(
-    config: PuzzleTaskConfig, model: trm.TrmConfig, shape: trm.PuzzleShape, gather: Gather | None
+    config: PuzzleTaskConfig, model: trm.TrmConfig, shape: trm.PuzzleShape, placement: Placement
 ) -> Callable[..., Any]:
     def loss(
         params: trm.Params,
@@ -272,7 +272,7 @@ def make_loss(
     ) -> tuple[Array, tuple[dict[str, Any], dict[str, Array]]]:
         cycles = cycles_of(varied) if config.curriculum else None
         tokens, rows = carry["example"]["inputs"], table_rows.get(TABLE)
-        z, logits, q = trm.apply(model, params, carry["z"], tokens, rows, gather, cycles)
+        z, logits, q = trm.apply(model, params, carry["z"], tokens, rows, placement, cycles)
         scores = score(jnp.argmax(logits, axis=-1), q[:, 0], carry["example"]["labels"])
         lm_loss = _cell_losses(config, logits, carry["example"]["labels"])
         q_loss = optax.sigmoid_binary_cross_entropy(q[:, 0], scores["exact_accuracy"])
@@ -281,7 +281,7 @@ def make_loss(
         last = steps >= config.halting.max_steps
         if config.continue_loss:
             fixed = jax.lax.stop_gradient((params, rows))
-            next_q = trm.apply(model, fixed[0], z, tokens, fixed[1], gather, cycles)[2]
+            next_q = trm.apply(model, fixed[0], z, tokens, fixed[1], placement, cycles)[2]
             worth = jax.nn.sigmoid(jnp.where(last, next_q[:, 0], jnp.max(next_q, axis=-1)))
             q_losses["q_continue_loss"] = jnp.sum(optax.sigmoid_binary_cross_entropy(q[:, 1], worth))
         total = jnp.sum(lm_loss) + varied["q_loss_weight"] * sum(q_losses.values())

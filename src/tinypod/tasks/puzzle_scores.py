@@ -11,7 +11,7 @@ from jax import Array
 from tinypod.data.puzzles import Split
 from tinypod.data.views import IGNORED_LABEL
 from tinypod.models import trm
-from tinypod.sharding import Gather
+from tinypod.sharding import ANYWHERE, Placement
 from tinypod.tasks.task import Evaluation, Metric
 
 TABLE = "puzzle_table"
@@ -49,7 +49,7 @@ def evaluation(
     split: Split,
     sources: list[str],
     steps: int,
-    gather: Gather | None,
+    placement: Placement,
     *,
     continues: bool = False,
 ) -> Evaluation:
@@ -64,7 +64,7 @@ def evaluation(
 
     def score_batch(params: trm.Params, batch: dict[str, Array]) -> dict[str, Array]:
         """Sums [sources]."""
-        answers, q = run_steps(model, params, batch["inputs"], batch["identifiers"], steps, gather)
+        answers, q = run_steps(model, params, batch["inputs"], batch["identifiers"], steps, placement)
         scores = score(answers[-1].astype(jnp.int32), q[-1, :, 0], batch["labels"])
         stops = (stop_logit(q, continues=continues) > 0).at[-1].set(True)
         values = {name: scores[name] for name in ACCURACIES} | {
@@ -83,14 +83,14 @@ def run_steps(
     inputs_BS: Array,
     identifiers_B: Array,
     steps: int,
-    gather: Gather | None = None,
+    placement: Placement = ANYWHERE,
 ) -> tuple[Array, Array]:
     """From scratch: the answer (tokens uint8 [steps, B, S]) and the halting logits ([steps, B, 2]) after each step."""
     table = params.get(TABLE)
     rows = None if table is None else table[identifiers_B]
 
     def advance(z: trm.Z | trm.SingleZ, _: None) -> tuple[trm.Z | trm.SingleZ, tuple[Array, Array]]:
-        z, logits, q = trm.apply(model, params, z, inputs_BS, rows, gather)
+        z, logits, q = trm.apply(model, params, z, inputs_BS, rows, placement)
         return z, (jnp.argmax(logits, axis=-1).astype(jnp.uint8), q)
 
     return jax.lax.scan(advance, trm.initial_z(model, params, *inputs_BS.shape), length=steps)[1]

@@ -1,0 +1,30 @@
+"""The partitioner does not look into a kernel: here, its rows are taken apart over the devices."""
+
+from collections.abc import Callable
+
+import jax
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from tinypod.sharding import Placement, free_axes
+
+
+def splits_width(placement: Placement) -> bool:
+    """Whether devices share the widths of a layer, so that none has all that its kernel needs."""
+    return placement.mesh is not None and placement.mesh.shape["tensor"] > 1
+
+
+def by_rows(kernel: Callable[..., Array], placement: Placement, num_weights: int) -> Callable[..., Array]:
+    """A kernel of whole weights and then of arrays whose first dimension the devices share."""
+    mesh, axes = free_axes(placement.mesh)
+    if not axes:
+        return kernel
+
+    def on_each(*arrays: Array) -> Array:
+        rows = PartitionSpec(tuple(axis for axis in ("data", "fsdp") if axis in axes) or None)
+        specs = [PartitionSpec()] * num_weights + [rows] * (len(arrays) - num_weights)
+        return jax.shard_map(
+            kernel, mesh=mesh, axis_names=set(axes), in_specs=tuple(specs), out_specs=rows, check_vma=False
+        )(*arrays)
+
+    return on_each

@@ -1,0 +1,254 @@
+"""Token mixing in one pass: SwiGLU over the positions, the residual and the norm along the positions.
+
+Plain XLA writes the [B, 2F, D] intermediate and reads it back, several times what the layer itself reads and writes.
+Here one program holds all positions of a block of channels of one example, and only x and y pass through memory; the
+backward pass computes the intermediate again. For Pallas' Triton backend, so for NVIDIA GPUs since Ampere. Block sizes
+are the fastest of those tried on an H200 with 97 positions, 512 wide (LOG.md).
+
+Shape letters: B batch, T positions, P positions padded to a power of two, D width, F inner width.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from tinypod.kernels.partition import by_rows, splits_width
+from tinypod.sharding import Placement
+
+MOST_POSITIONS = 128  # more do not fit a program's registers
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Of one kernel: channels and inner units that a program takes at a time."""
+
+    channels: int
+    inner: int
+    num_warps: int
+    num_stages: int
+
+
+FORWARD = Blocks(channels=64, inner=64, num_warps=4, num_stages=2)
+BACKWARD = Blocks(channels=128, inner=64, num_warps=8, num_stages=2)
+WEIGHTS = Blocks(channels=32, inner=64, num_warps=4, num_stages=3)
+SPLITS = 33  # programs that share the examples in the gradient of the weights; their sums are added up at the end
+
+
+def fused(gate_up_T2F: Array, down_FT: Array, x_BTD: Array, epsilon: float, placement: Placement) -> Array | None:
+    """None where these devices, or these shapes, have no such kernel."""
+    half, (inner, positions) = x_BTD.dtype in (jnp.bfloat16, jnp.float16), down_FT.shape
+    if placement.kernels != "cuda" or not half or positions > MOST_POSITIONS or inner % 16 or splits_width(placement):
+        return None
+    mix_rows = by_rows(lambda *arrays: mix(*arrays, epsilon), placement, num_weights=2)
+    return mix_rows(gate_up_T2F, down_FT, x_BTD)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def mix(gate_up_T2F: Array, down_FT: Array, x_BTD: Array, epsilon: float, interpret: bool = False) -> Array:
+    """`rms_norm(x + token_swiglu(x), axis=1)`."""
+    return _forward(gate_up_T2F, down_FT, x_BTD, epsilon, interpret)[0]
+
+
+def _mix_forward(
+    gate_up_T2F: Array, down_FT: Array, x_BTD: Array, epsilon: float, interpret: bool
+) -> tuple[Array, Any]:
+    y_BTD, scale_BD = _forward(gate_up_T2F, down_FT, x_BTD, epsilon, interpret)
+    return y_BTD, (gate_up_T2F, down_FT, x_BTD, y_BTD, scale_BD)
+
+
+def _mix_backward(epsilon: float, interpret: bool, saved: Any, dy_BTD: Array) -> tuple[Array, Array, Array]:
+    gate_up_T2F, down_FT, x_BTD, y_BTD, scale_BD = saved
+    dx_BTD, dr_BTD = _backward(gate_up_T2F, down_FT, x_BTD, y_BTD, scale_BD, dy_BTD, interpret)
+    d_gate_up, d_down = _weight_gradients(gate_up_T2F, down_FT, x_BTD, dr_BTD, interpret)
+    return d_gate_up.astype(gate_up_T2F.dtype), d_down.astype(down_FT.dtype), dx_BTD
+
+
+mix.defvjp(_mix_forward, _mix_backward)
+
+
+def _padded(positions: int) -> int:
+    return max(16, 1 << (positions - 1).bit_length())
+
+
+def _weights(gate_up_T2F: Array, down_FT: Array, dtype: Any) -> tuple[Array, Array, Array]:
+    """Gate and up [P, F] and down [F, P]: what is beyond the positions is 0, so that it adds nothing."""
+    more = _padded(down_FT.shape[1]) - down_FT.shape[1]
+    gate_up = jnp.pad(gate_up_T2F.astype(dtype), ((0, more), (0, 0), (0, 0)))
+    return gate_up[:, 0], gate_up[:, 1], jnp.pad(down_FT.astype(dtype), ((0, 0), (0, more)))
+
+
+def _dot(a: Array, b: Array) -> Array:
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jax.lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _fit(blocks: Blocks, width: int, inner: int) -> tuple[int, int]:
+    return min(blocks.channels, max(16, 1 << (width - 1).bit_length())), math.gcd(blocks.inner, inner)
+
+
+def _window(
+    ref: Any, example: Any, channel: Any, T: int, P: int, K: int, D: int, live: Any = True
+) -> tuple[Any, Array]:
+    """Where one example's block of channels lies in [B * T, D], and which of it is there."""
+    rows, columns = jnp.arange(P)[:, None], channel * K + jnp.arange(K)[None, :]
+    return ref.at[pl.ds(example * T, P), pl.ds(channel * K, K)], (rows < T) & (columns < D) & live
+
+
+def _load(ref: Any, mask: Array) -> Array:
+    return triton.load(ref, mask=mask, other=0.0)
+
+
+def _forward(gate_up_T2F: Array, down_FT: Array, x_BTD: Array, epsilon: float, interpret: bool) -> tuple[Array, Array]:
+    B, T, D = x_BTD.shape
+    P, F = _padded(T), down_FT.shape[0]
+    K, N = _fit(FORWARD, D, F)
+
+    def kernel(x_ref: Any, gate_ref: Any, up_ref: Any, down_ref: Any, y_ref: Any, scale_ref: Any) -> None:
+        example, channel = pl.program_id(0), pl.program_id(1)
+        window, mask_PK = _window(x_ref, example, channel, T, P, K, D)
+        x_PK = _load(window, mask_PK)
+        x_KP = x_PK.T
+
+        def add(i: Any, sum_KP: Array) -> Array:
+            block = pl.ds(i * N, N)
+            gate_KN, up_KN = _dot(x_KP, gate_ref[:, block]), _dot(x_KP, up_ref[:, block])
+            return sum_KP + _dot(
+                (gate_KN * _sigmoid(gate_KN, x_PK.dtype, interpret) * up_KN).astype(x_PK.dtype), down_ref[block, :]
+            )
+
+        sum_KP = jax.lax.fori_loop(0, F // N, add, x_KP.astype(jnp.float32))
+        scale_K = jax.lax.rsqrt(jnp.sum(sum_KP * sum_KP, axis=1) / T + epsilon)
+        y_KP = (sum_KP * scale_K[:, None]).astype(x_PK.dtype)
+        triton.store(_window(y_ref, example, channel, T, P, K, D)[0], y_KP.T, mask=mask_PK)
+        columns = channel * K + jnp.arange(K)
+        triton.store(scale_ref.at[example, pl.ds(channel * K, K)], scale_K, mask=columns < D)
+
+    y, scale_BD = pl.pallas_call(
+        kernel,
+        out_shape=(
+            jax.ShapeDtypeStruct((B * T, D), x_BTD.dtype),
+            jax.ShapeDtypeStruct((B, D), jnp.float32),
+        ),
+        grid=(B, pl.cdiv(D, K)),
+        compiler_params=triton.CompilerParams(num_warps=FORWARD.num_warps, num_stages=FORWARD.num_stages),
+        interpret=interpret,
+        name="token_mixing",
+    )(x_BTD.reshape(B * T, D), *_weights(gate_up_T2F, down_FT, x_BTD.dtype))
+    return y.reshape(B, T, D), scale_BD
+
+
+def _sigmoid(x: Array, dtype: Any, interpret: bool) -> Array:
+    """For half precision by the card's own tanh: one instruction of its slow unit, where 1 / (1 + exp) takes two. It
+    errs by less than a tenth of what bfloat16 rounds off."""
+    if interpret or dtype == jnp.float32:
+        return jax.nn.sigmoid(x)
+    return 0.5 * triton.approx_tanh(0.5 * x) + 0.5
+
+
+def _gradients(gate: Array, up: Array, d_inner: Array, sigmoid: Array) -> tuple[Array, Array, Array]:
+    """Of `inner = silu(gate) * up`: inner, d_gate, d_up."""
+    silu = gate * sigmoid
+    return silu * up, d_inner * up * (sigmoid + silu * (1 - sigmoid)), d_inner * silu
+
+
+def _backward(
+    gate_up_T2F: Array, down_FT: Array, x_BTD: Array, y_BTD: Array, scale_BD: Array, dy_BTD: Array, interpret: bool
+) -> tuple[Array, Array]:
+    """The gradient of x, and that of the sum before the norm, from which the weights' gradients are made."""
+    B, T, D = x_BTD.shape
+    P, F = _padded(T), down_FT.shape[0]
+    K, N = _fit(BACKWARD, D, F)
+
+    def kernel(
+        x_ref: Any, y_ref: Any, scale_ref: Any, dy_ref: Any, gate_ref: Any, up_ref: Any, down_ref: Any,
+        dx_ref: Any, dr_ref: Any,
+    ) -> None:  # fmt: skip
+        example, channel = pl.program_id(0), pl.program_id(1)
+
+        def window(ref: Any) -> Any:
+            return _window(ref, example, channel, T, P, K, D)[0]
+
+        mask_PK = _window(x_ref, example, channel, T, P, K, D)[1]
+        y_PK = _load(window(y_ref), mask_PK).astype(jnp.float32)
+        dy_PK = _load(window(dy_ref), mask_PK).astype(jnp.float32)
+        columns = channel * K + jnp.arange(K)
+        scale_K = triton.load(scale_ref.at[example, pl.ds(channel * K, K)], mask=columns < D, other=0.0)
+        along_K = jnp.sum(y_PK * dy_PK, axis=0) / T
+        dr_PK = (scale_K[None, :] * (dy_PK - y_PK * along_K[None, :])).astype(x_BTD.dtype)
+        triton.store(window(dr_ref), dr_PK, mask=mask_PK)
+        x_KP, dr_KP = _load(window(x_ref), mask_PK).T, dr_PK.T
+
+        def add(i: Any, sum_KP: Array) -> Array:
+            block = pl.ds(i * N, N)
+            gate_PN, up_PN = gate_ref[:, block], up_ref[:, block]
+            gate_KN, up_KN = _dot(x_KP, gate_PN), _dot(x_KP, up_PN)
+            d_inner_KN = _dot(dr_KP, down_ref[block, :].T)
+            _, d_gate_KN, d_up_KN = _gradients(gate_KN, up_KN, d_inner_KN, _sigmoid(gate_KN, x_KP.dtype, interpret))
+            sum_KP += _dot(d_gate_KN.astype(x_KP.dtype), gate_PN.T)
+            return sum_KP + _dot(d_up_KN.astype(x_KP.dtype), up_PN.T)
+
+        dx_KP = jax.lax.fori_loop(0, F // N, add, dr_KP.astype(jnp.float32))
+        triton.store(window(dx_ref), dx_KP.T.astype(x_BTD.dtype), mask=mask_PK)
+
+    flat = jax.ShapeDtypeStruct((B * T, D), x_BTD.dtype)
+    dx, dr = pl.pallas_call(
+        kernel,
+        out_shape=(flat, flat),
+        grid=(B, pl.cdiv(D, K)),
+        compiler_params=triton.CompilerParams(num_warps=BACKWARD.num_warps, num_stages=BACKWARD.num_stages),
+        interpret=interpret,
+        name="token_mixing_backward",
+    )(
+        *(x_BTD.reshape(B * T, D), y_BTD.reshape(B * T, D), scale_BD, dy_BTD.reshape(B * T, D)),
+        *_weights(gate_up_T2F, down_FT, x_BTD.dtype),
+    )
+    return dx.reshape(B, T, D), dr.reshape(B, T, D)
+
+
+def _weight_gradients(
+    gate_up_T2F: Array, down_FT: Array, x_BTD: Array, dr_BTD: Array, interpret: bool
+) -> tuple[Array, Array]:
+    """A program keeps the gradients of a block of inner units in registers while it goes through its examples."""
+    B, T, D = x_BTD.shape
+    P, F = _padded(T), down_FT.shape[0]
+    K, N = _fit(WEIGHTS, D, F)
+    across = pl.cdiv(D, K)
+    splits = min(SPLITS, B * across)
+    turns = pl.cdiv(B * across, splits)
+
+    def kernel(x_ref: Any, dr_ref: Any, gate_ref: Any, up_ref: Any, down_ref: Any, *sums: Any) -> None:
+        split, block = pl.program_id(1), pl.ds(pl.program_id(0) * N, N)
+        gate_NP, up_NP, down_NP = gate_ref[:, block].T, up_ref[:, block].T, down_ref[block, :]
+
+        def add(i: Any, sums_NP: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            tile = split * turns + i
+            where = tile // across, tile % across, T, P, K, D, tile < B * across
+            x_PK, dr_PK = (_load(*_window(ref, *where)) for ref in (x_ref, dr_ref))
+            gate_NK, up_NK, d_inner_NK = _dot(gate_NP, x_PK), _dot(up_NP, x_PK), _dot(down_NP, dr_PK)
+            sigmoid_NK = _sigmoid(gate_NK, x_PK.dtype, interpret)
+            inner_NK, d_gate_NK, d_up_NK = _gradients(gate_NK, up_NK, d_inner_NK, sigmoid_NK)
+            d_gate_NP = sums_NP[0] + _dot(d_gate_NK.astype(x_PK.dtype), x_PK.T)
+            d_up_NP = sums_NP[1] + _dot(d_up_NK.astype(x_PK.dtype), x_PK.T)
+            return d_gate_NP, d_up_NP, sums_NP[2] + _dot(inner_NK.astype(x_PK.dtype), dr_PK.T)
+
+        zeros = jnp.zeros((N, P), jnp.float32)
+        for ref, value in zip(sums, jax.lax.fori_loop(0, turns, add, (zeros, zeros, zeros)), strict=True):
+            ref[split, block, :] = value
+
+    sums = pl.pallas_call(
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct((splits, F, P), jnp.float32)] * 3,
+        grid=(F // N, splits),
+        compiler_params=triton.CompilerParams(num_warps=WEIGHTS.num_warps, num_stages=WEIGHTS.num_stages),
+        interpret=interpret,
+        name="token_mixing_weights",
+    )(x_BTD.reshape(B * T, D), dr_BTD.reshape(B * T, D), *_weights(gate_up_T2F, down_FT, x_BTD.dtype))
+    d_gate_FT, d_up_FT, d_down_FT = (sum_.sum(axis=0)[:, :T] for sum_ in sums)
+    return jnp.stack([d_gate_FT.T, d_up_FT.T], axis=1), d_down_FT

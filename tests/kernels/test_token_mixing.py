@@ -1,0 +1,112 @@
+"""The kernel in Pallas' interpreter, against the plain formula; `benchmarks/kernels.py` compares them on a GPU."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+from tinypod import sharding
+from tinypod.kernels import partition, token_mixing
+from tinypod.models import layers
+from tinypod.sharding import ANYWHERE, MeshConfig
+
+Weights = dict[str, Array]
+
+
+def plain(weights: Weights, x: Array) -> Array:
+    return layers.rms_norm(x + layers.token_swiglu(weights, x), axis=1)
+
+
+def fused(weights: Weights, x: Array) -> Array:
+    return token_mixing.mix(weights["gate_up"], weights["down"], x, layers.RMS_EPSILON, True)
+
+
+def example(batch: int, positions: int, width: int, inner: int) -> tuple[Weights, Array, Array]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    weights = jax.tree.map(lambda stacked: stacked[0], layers.swiglu_init(keys[0], 1, positions, inner))
+    x, given = (jax.random.normal(key, (batch, positions, width)) for key in keys[1:])
+    return weights, x, given
+
+
+def with_gradients(function: Callable[..., Array], weights: Weights, x: Array, given: Array) -> list[Array]:
+    y, pull_back = jax.vjp(jax.jit(function), weights, x)
+    return jax.tree.leaves((y, pull_back(given)))
+
+
+SHAPES = [
+    (3, 97, 64, 32),
+    (2, 97, 200, 64),  # channels that do not fill their last block
+    (2, 37, 48, 96),
+    (5, 3, 16, 16),
+    (1, 128, 32, 48),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernel_is_the_formula(shape: tuple[int, int, int, int]) -> None:
+    weights, x, given = example(*shape)
+    for ours, theirs in zip(
+        with_gradients(fused, weights, x, given), with_gradients(plain, weights, x, given), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4 * float(jnp.abs(theirs).max()))
+
+
+def test_in_bfloat16_it_is_no_further_from_the_truth_than_the_formula() -> None:
+    weights, x, given = example(3, 97, 64, 64)
+    half, given_half = x.astype(jnp.bfloat16), given.astype(jnp.bfloat16)
+    truth = with_gradients(plain, weights, half.astype(jnp.float32), given_half.astype(jnp.float32))
+
+    def errors(function: Callable[..., Array]) -> list[float]:
+        found = with_gradients(function, weights, half, given_half)
+        return [
+            float(jnp.linalg.norm((one.astype(jnp.float32) - true).ravel()) / jnp.linalg.norm(true.ravel()))
+            for one, true in zip(found, truth, strict=True)
+        ]
+
+    for ours, theirs in zip(errors(fused), errors(plain), strict=True):
+        assert ours < 1.1 * theirs < 0.02
+
+
+def test_runs_in_a_pack_have_weights_of_their_own() -> None:
+    weights, x, given = example(2, 20, 16, 32)
+    pack = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), (weights, x, given))
+    together = jax.vmap(lambda *arrays: with_gradients(fused, *arrays))(*pack)
+    for number in range(2):
+        alone = with_gradients(plain, *jax.tree.map(lambda leaf, number=number: leaf[number], pack))
+        for ours, theirs in zip(together, alone, strict=True):
+            np.testing.assert_allclose(ours[number], theirs, atol=1e-4 * float(jnp.abs(theirs).max()))
+
+
+def test_eight_devices_share_the_rows() -> None:
+    weights, x, given = example(8, 20, 16, 32)
+    placement = sharding.place(sharding.make_mesh(MeshConfig(data=4, fsdp=2)), {})
+
+    def on_mesh(weights: Weights, x: Array) -> Array:
+        def kernel(gate_up: Array, down: Array, x: Array) -> Array:
+            assert x.shape[0] == 1  # of 8
+            return fused({"gate_up": gate_up, "down": down}, x)
+
+        return partition.by_rows(kernel, placement, num_weights=2)(weights["gate_up"], weights["down"], x)
+
+    for ours, theirs in zip(
+        with_gradients(on_mesh, weights, x, given), with_gradients(plain, weights, x, given), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4 * float(jnp.abs(theirs).max()))
+
+
+def test_where_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(dtype: str = "bfloat16", positions: int = 97, mesh: MeshConfig | None = None) -> Array | None:
+        weights, x, _ = example(8, positions, 16, 32)
+        placement = ANYWHERE if mesh is None else sharding.place(sharding.make_mesh(mesh), {})
+        arrays = weights["gate_up"], weights["down"], x.astype(dtype)
+        return jax.eval_shape(lambda *arrays: token_mixing.fused(*arrays, 1e-5, placement), *arrays)
+
+    assert choose() is None  # no GPU
+    monkeypatch.setattr(sharding.Placement, "kernels", "cuda")
+    assert choose() is not None
+    assert choose("float32") is None
+    assert choose(positions=129) is None
+    assert choose(mesh=MeshConfig(data=4, tensor=2)) is None
