@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from tinypod.kernels import short_attention
 from tinypod.models import layers
@@ -45,7 +46,7 @@ def run(function, qkv: Array, dy: Array, rope: short_attention.Rope | None) -> t
 
 @pytest.mark.parametrize(("length", "head", "rotary"), CASES)
 def test_it_is_attention(length: int, head: int, rotary: bool) -> None:
-    assert short_attention.supports(length, head, jnp.float32)
+    assert short_attention.supports(length, head, jnp.bfloat16)
     rope = layers.rope_tables(length, head, 10_000.0) if rotary else None
     qkv, dy = values(length, head)
     for found, expected in zip(run(fused, qkv, dy, rope), run(plain, qkv, dy, rope), strict=True):
@@ -72,9 +73,21 @@ def test_it_rounds_no_more_than_the_plain_formula(length: int, head: int, rotary
         assert error(y, expected) <= 1.5 * error(other, expected) + 1e-6
 
 
+@pytest.mark.parametrize(("length", "head", "rotary"), CASES)
+def test_it_lowers_for_a_gpu(length: int, head: int, rotary: bool) -> None:
+    """Triton takes less than the interpreter does; to lower needs no GPU."""
+    rope = layers.rope_tables(length, head, 10_000.0) if rotary else None
+    qkv = jax.ShapeDtypeStruct((BATCH, length, 3, HEADS, head), jnp.bfloat16)
+    gradient = jax.jit(jax.grad(lambda qkv: jnp.sum(short_attention.attend(qkv, rope).astype(jnp.float32))))
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        lowered = gradient.trace(qkv).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("xla.gpu.triton") == 2  # forward, backward
+
+
 def test_what_it_takes() -> None:
     assert short_attention.supports(97, 64, jnp.bfloat16)
     assert not short_attention.supports(129, 64, jnp.bfloat16)
     assert not short_attention.supports(97, 48, jnp.bfloat16)
     assert not short_attention.supports(97, 16, jnp.bfloat16)
-    assert not short_attention.supports(97, 64, jnp.int32)
+    assert not short_attention.supports(97, 64, jnp.float32)

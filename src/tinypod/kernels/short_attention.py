@@ -31,7 +31,8 @@ Ref = Any
 
 
 def supports(length: int, head: int, dtype: Any) -> bool:
-    return 1 <= length <= LONGEST and head in HEADS and dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
+    """Not float32: it computes that too, but tensor cores do not, and without them its registers spill."""
+    return 1 <= length <= LONGEST and head in HEADS and dtype in (jnp.bfloat16, jnp.float16)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
