@@ -39,14 +39,14 @@ class Placement(NamedTuple):
     gather: Gather | None = None  # makes weights whole that lie split over `fsdp`
 
     @property
-    def kernels(self) -> Literal["cuda", "tpu"] | None:
-        """Those that its devices can run."""
+    def kernels(self) -> Literal["cuda", "hopper", "tpu"] | None:
+        """Those that its devices can run; Hopper (H100, H200) takes what other NVIDIA GPUs take, and has more room."""
         if self.mesh is None:
             return None
         device = self.mesh.devices.flat[0]
         generation = str(getattr(device, "compute_capability", "")).partition(".")[0]  # "9" of "9.0"; AMD's are names
         if device.platform == "gpu" and generation.isdigit() and int(generation) >= 8:
-            return "cuda"
+            return "hopper" if generation == "9" else "cuda"
         return "tpu" if device.platform == "tpu" else None
 
 

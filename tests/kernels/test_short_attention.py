@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from tinypod import sharding
 from tinypod.kernels import short_attention
@@ -80,10 +81,22 @@ def test_where_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         return jax.eval_shape(lambda qkv: short_attention.fused(qkv, None, placement), qkv)
 
     assert choose() is None  # no GPU
-    monkeypatch.setattr(sharding.Placement, "kernels", "cuda")
+    monkeypatch.setattr(sharding.Placement, "kernels", "hopper")
     assert choose() is not None
     assert choose(length=129) is None
     assert choose(head=48) is None
     assert choose(head=16) is None
     assert choose(dtype="float32") is None
     assert choose(mesh=MeshConfig(data=4, tensor=2)) is None
+
+
+@pytest.mark.parametrize(("length", "head", "rotary"), CASES)
+def test_it_lowers_for_a_gpu(length: int, head: int, rotary: bool) -> None:
+    """Triton takes less than the interpreter does; to lower needs no GPU."""
+    rope = layers.rope_tables(length, head, 10_000.0) if rotary else None
+    qkv = jax.ShapeDtypeStruct((BATCH, length, 3, HEADS, head), jnp.bfloat16)
+    gradient = jax.jit(jax.grad(lambda qkv: jnp.sum(short_attention.attend(qkv, rope).astype(jnp.float32))))
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        lowered = gradient.trace(qkv).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("xla.gpu.triton") == 2  # forward, backward

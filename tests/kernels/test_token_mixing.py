@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from tinypod import config as configs
 from tinypod import sharding
+from tinypod.experiment import ExperimentConfig, build
 from tinypod.kernels import partition, token_mixing
 from tinypod.models import layers
 from tinypod.sharding import ANYWHERE, MeshConfig
@@ -97,6 +100,22 @@ def test_eight_devices_share_the_rows() -> None:
         np.testing.assert_allclose(ours, theirs, atol=1e-4 * float(jnp.abs(theirs).max()))
 
 
+@pytest.mark.parametrize("config", ["trm/sudoku_mlp", "trm/sudoku_attention", "demo"])
+@pytest.mark.parametrize("mesh", ["{devices: 1}", "{devices: 8, data: 4, fsdp: 2}"])
+def test_a_step_with_the_kernels_lowers_for_a_gpu(config: str, mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is around a kernel must leave nothing of it to the partitioner; lowering says so, and needs no GPU."""
+    monkeypatch.setattr(sharding.Placement, "kernels", "hopper")
+    small = ("data.path=nowhere", "data.expected.rows=100", "batch_size=16", "model.unroll=false")
+    overrides = (*small, "model.dtype=bfloat16", f"mesh={mesh}")
+    experiment = build(configs.load(config, overrides, ExperimentConfig), planned=True)
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        lowered = experiment.train_step.trace(*experiment.abstract_inputs).lower(lowering_platforms=("cuda",))
+    kernels = 2 if config == "trm/sudoku_attention" else 3  # forward, backward, and that of the mixing weights
+    # A cycle without gradients and the last one are programs of their own, and so is each of their two networks.
+    assert lowered.as_text().count("xla.gpu.triton") >= 2 + kernels
+
+
 def test_where_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(dtype: str = "bfloat16", positions: int = 97, mesh: MeshConfig | None = None) -> Array | None:
         weights, x, _ = example(8, positions, 16, 32)
@@ -105,7 +124,7 @@ def test_where_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         return jax.eval_shape(lambda *arrays: token_mixing.fused(*arrays, 1e-5, placement), *arrays)
 
     assert choose() is None  # no GPU
-    monkeypatch.setattr(sharding.Placement, "kernels", "cuda")
+    monkeypatch.setattr(sharding.Placement, "kernels", "hopper")
     assert choose() is not None
     assert choose("float32") is None
     assert choose(positions=129) is None

@@ -24,7 +24,7 @@ def causal(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, placement: Placement) ->
     """None where these devices, or these shapes, have no such kernel."""
     length, head = q_BTNH.shape[1], q_BTNH.shape[3]
     half = q_BTNH.dtype in (jnp.bfloat16, jnp.float16)
-    if placement.kernels == "cuda" and half and head % 8 == 0 and head <= 128:
+    if placement.kernels in ("cuda", "hopper") and half and head % 8 == 0 and head <= 128:
         return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation="cudnn")
     if placement.kernels == "tpu" and length % LANES == 0 and head % LANES == 0:
         return splash(q_BTNH, k_BTKH, v_BTKH, placement)

@@ -27,7 +27,8 @@ from tinypod.sharding import Placement
 LONGEST = 128  # positions; the scores of one program, P by P in float32, have to fit its registers
 HEADS = (32, 64, 128)  # widths; half of one is a side of a matrix product, which has at least 16
 LOG2_E = math.log2(math.e)
-NUM_WARPS = 8  # with 4 the backward pass spills registers
+FORWARD_WARPS = 8
+BACKWARD_WARPS = 4  # it spills some registers then, but two programs share a multiprocessor
 
 Rope = tuple[Array, Array]
 Ref = Any
@@ -37,7 +38,7 @@ def fused(qkv_BT3NH: Array, rope: Rope | None, placement: Placement) -> Array | 
     """None where these devices, or these shapes, have no such kernel."""
     _, length, _, _, head = qkv_BT3NH.shape
     half = qkv_BT3NH.dtype in (jnp.bfloat16, jnp.float16)
-    if placement.kernels != "cuda" or not half or length > LONGEST or head not in HEADS or splits_width(placement):
+    if placement.kernels != "hopper" or not half or length > LONGEST or head not in HEADS or splits_width(placement):
         return None
     return by_rows(lambda qkv_BT3NH: attend(qkv_BT3NH, rope), placement, num_weights=0)(qkv_BT3NH)
 
@@ -60,15 +61,23 @@ def _attend_backward(interpret: bool, kept: tuple[Array, Rope | None], dy_BTNH: 
 attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _forward(qkv_BT3NH: Array, rope: Rope | None, interpret: bool, num_warps: int = NUM_WARPS) -> Array:
+def _forward(qkv_BT3NH: Array, rope: Rope | None, interpret: bool) -> Array:
     batch, length, _, heads, head = qkv_BT3NH.shape
-    return _call(_forward_kernel, (qkv_BT3NH,), rope, (batch, length, heads, head), interpret, num_warps)
+    return _call(
+        _forward_kernel, "short_attention", (qkv_BT3NH,), rope, (batch, length, heads, head), interpret, FORWARD_WARPS
+    )
 
 
-def _backward(
-    qkv_BT3NH: Array, rope: Rope | None, dy_BTNH: Array, interpret: bool, num_warps: int = NUM_WARPS
-) -> Array:
-    return _call(_backward_kernel, (qkv_BT3NH, dy_BTNH), rope, qkv_BT3NH.shape, interpret, num_warps)
+def _backward(qkv_BT3NH: Array, rope: Rope | None, dy_BTNH: Array, interpret: bool) -> Array:
+    return _call(
+        _backward_kernel,
+        "short_attention_backward",
+        (qkv_BT3NH, dy_BTNH),
+        rope,
+        qkv_BT3NH.shape,
+        interpret,
+        BACKWARD_WARPS,
+    )
 
 
 class Sizes(NamedTuple):
@@ -79,6 +88,7 @@ class Sizes(NamedTuple):
 
 def _call(
     kernel: Any,
+    name: str,
     inputs: Sequence[Array],
     rope: Rope | None,
     out_shape: tuple[int, ...],
@@ -98,6 +108,7 @@ def _call(
         out_shape=out,
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
+        name=name,
     )(*rows, *tables).reshape(out_shape)
 
 

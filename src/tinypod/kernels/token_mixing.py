@@ -2,8 +2,8 @@
 
 Plain XLA writes the [B, 2F, D] intermediate and reads it back, several times what the layer itself reads and writes.
 Here one program holds all positions of a block of channels of one example, and only x and y pass through memory; the
-backward pass computes the intermediate again. For Pallas' Triton backend, so for NVIDIA GPUs since Ampere. Block sizes
-are the fastest of those tried on an H200 with 97 positions, 512 wide (LOG.md).
+backward pass computes the intermediate again. Block sizes are the fastest of those tried on an H200 with 97 positions
+of width 512 (LOG.md).
 
 Shape letters: B batch, T positions, P positions padded to a power of two, D width, F inner width.
 """
@@ -44,7 +44,7 @@ SPLITS = 33  # programs that share the examples in the gradient of the weights; 
 def fused(gate_up_T2F: Array, down_FT: Array, x_BTD: Array, epsilon: float, placement: Placement) -> Array | None:
     """None where these devices, or these shapes, have no such kernel."""
     half, (inner, positions) = x_BTD.dtype in (jnp.bfloat16, jnp.float16), down_FT.shape
-    if placement.kernels != "cuda" or not half or positions > MOST_POSITIONS or inner % 16 or splits_width(placement):
+    if placement.kernels != "hopper" or not half or positions > MOST_POSITIONS or inner % 16 or splits_width(placement):
         return None
     mix_rows = by_rows(lambda *arrays: mix(*arrays, epsilon), placement, num_weights=2)
     return mix_rows(gate_up_T2F, down_FT, x_BTD)
@@ -85,8 +85,7 @@ def _weights(gate_up_T2F: Array, down_FT: Array, dtype: Any) -> tuple[Array, Arr
 
 
 def _dot(a: Array, b: Array) -> Array:
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jax.lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+    return jax.lax.dot(a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 def _fit(blocks: Blocks, width: int, inner: int) -> tuple[int, int]:
