@@ -40,7 +40,9 @@ def fused(qkv_BT3NH: Array, rope: Rope | None, placement: Placement) -> Array | 
     half = qkv_BT3NH.dtype in (jnp.bfloat16, jnp.float16)
     if placement.kernels != "hopper" or not half or length > LONGEST or head not in HEADS or splits_width(placement):
         return None
-    return by_rows(lambda qkv_BT3NH: attend(qkv_BT3NH, rope), placement, num_weights=0)(qkv_BT3NH)
+    tables = rope or ()
+    attend_rows = by_rows(lambda *given: attend(given[-1], given[:-1] or None), placement, num_weights=len(tables))
+    return attend_rows(*tables, qkv_BT3NH)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

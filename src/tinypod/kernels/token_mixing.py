@@ -84,7 +84,9 @@ def _weights(gate_up_T2F: Array, down_FT: Array, dtype: Any) -> tuple[Array, Arr
     return gate_up[:, 0], gate_up[:, 1], jnp.pad(down_FT.astype(dtype), ((0, 0), (0, more)))
 
 
-def _dot(a: Array, b: Array) -> Array:
+def _dot(a: Array, b: Array, interpret: bool) -> Array:
+    if interpret:  # a CPU does not add up half-precision products in float32
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return jax.lax.dot(a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
@@ -108,6 +110,7 @@ def _forward(gate_up_T2F: Array, down_FT: Array, x_BTD: Array, epsilon: float, i
     B, T, D = x_BTD.shape
     P, F = _padded(T), down_FT.shape[0]
     K, N = _fit(FORWARD, D, F)
+    dot = partial(_dot, interpret=interpret)
 
     def kernel(x_ref: Any, gate_ref: Any, up_ref: Any, down_ref: Any, y_ref: Any, scale_ref: Any) -> None:
         example, channel = pl.program_id(0), pl.program_id(1)
@@ -117,8 +120,8 @@ def _forward(gate_up_T2F: Array, down_FT: Array, x_BTD: Array, epsilon: float, i
 
         def add(i: Any, sum_KP: Array) -> Array:
             block = pl.ds(i * N, N)
-            gate_KN, up_KN = _dot(x_KP, gate_ref[:, block]), _dot(x_KP, up_ref[:, block])
-            return sum_KP + _dot(
+            gate_KN, up_KN = dot(x_KP, gate_ref[:, block]), dot(x_KP, up_ref[:, block])
+            return sum_KP + dot(
                 (gate_KN * _sigmoid(gate_KN, x_PK.dtype, interpret) * up_KN).astype(x_PK.dtype), down_ref[block, :]
             )
 
@@ -164,6 +167,7 @@ def _backward(
     B, T, D = x_BTD.shape
     P, F = _padded(T), down_FT.shape[0]
     K, N = _fit(BACKWARD, D, F)
+    dot = partial(_dot, interpret=interpret)
 
     def kernel(
         x_ref: Any, y_ref: Any, scale_ref: Any, dy_ref: Any, gate_ref: Any, up_ref: Any, down_ref: Any,
@@ -187,11 +191,11 @@ def _backward(
         def add(i: Any, sum_KP: Array) -> Array:
             block = pl.ds(i * N, N)
             gate_PN, up_PN = gate_ref[:, block], up_ref[:, block]
-            gate_KN, up_KN = _dot(x_KP, gate_PN), _dot(x_KP, up_PN)
-            d_inner_KN = _dot(dr_KP, down_ref[block, :].T)
+            gate_KN, up_KN = dot(x_KP, gate_PN), dot(x_KP, up_PN)
+            d_inner_KN = dot(dr_KP, down_ref[block, :].T)
             _, d_gate_KN, d_up_KN = _gradients(gate_KN, up_KN, d_inner_KN, _sigmoid(gate_KN, x_KP.dtype, interpret))
-            sum_KP += _dot(d_gate_KN.astype(x_KP.dtype), gate_PN.T)
-            return sum_KP + _dot(d_up_KN.astype(x_KP.dtype), up_PN.T)
+            sum_KP += dot(d_gate_KN.astype(x_KP.dtype), gate_PN.T)
+            return sum_KP + dot(d_up_KN.astype(x_KP.dtype), up_PN.T)
 
         dx_KP = jax.lax.fori_loop(0, F // N, add, dr_KP.astype(jnp.float32))
         triton.store(window(dx_ref), dx_KP.T.astype(x_BTD.dtype), mask=mask_PK)
@@ -218,6 +222,7 @@ def _weight_gradients(
     B, T, D = x_BTD.shape
     P, F = _padded(T), down_FT.shape[0]
     K, N = _fit(WEIGHTS, D, F)
+    dot = partial(_dot, interpret=interpret)
     across = pl.cdiv(D, K)
     splits = min(SPLITS, B * across)
     turns = pl.cdiv(B * across, splits)
@@ -230,12 +235,12 @@ def _weight_gradients(
             tile = split * turns + i
             where = tile // across, tile % across, T, P, K, D, tile < B * across
             x_PK, dr_PK = (_load(*_window(ref, *where)) for ref in (x_ref, dr_ref))
-            gate_NK, up_NK, d_inner_NK = _dot(gate_NP, x_PK), _dot(up_NP, x_PK), _dot(down_NP, dr_PK)
+            gate_NK, up_NK, d_inner_NK = dot(gate_NP, x_PK), dot(up_NP, x_PK), dot(down_NP, dr_PK)
             sigmoid_NK = _sigmoid(gate_NK, x_PK.dtype, interpret)
             inner_NK, d_gate_NK, d_up_NK = _gradients(gate_NK, up_NK, d_inner_NK, sigmoid_NK)
-            d_gate_NP = sums_NP[0] + _dot(d_gate_NK.astype(x_PK.dtype), x_PK.T)
-            d_up_NP = sums_NP[1] + _dot(d_up_NK.astype(x_PK.dtype), x_PK.T)
-            return d_gate_NP, d_up_NP, sums_NP[2] + _dot(inner_NK.astype(x_PK.dtype), dr_PK.T)
+            d_gate_NP = sums_NP[0] + dot(d_gate_NK.astype(x_PK.dtype), x_PK.T)
+            d_up_NP = sums_NP[1] + dot(d_up_NK.astype(x_PK.dtype), x_PK.T)
+            return d_gate_NP, d_up_NP, sums_NP[2] + dot(inner_NK.astype(x_PK.dtype), dr_PK.T)
 
         zeros = jnp.zeros((N, P), jnp.float32)
         for ref, value in zip(sums, jax.lax.fori_loop(0, turns, add, (zeros, zeros, zeros)), strict=True):
