@@ -4,10 +4,11 @@ The plain formula writes every layer's inner activations to memory and reads the
 its products. Here a block of examples stays in vector memory (VMEM) with the weights of all layers, or of one layer
 where there is no room for more. For passes without gradients only: nothing is kept for a backward pass.
 
-Positions are padded with zeros to whole registers. Rows that are zero stay exactly zero: the padded weights are zero,
-no layer has a bias, and both norms of zero are zero. Only the mean over positions has to know the true number.
+Positions are padded to whole registers. Where an MLP mixes them, rows that are zero stay exactly zero: the padded
+weights are zero, no layer has a bias, and both norms of zero are zero; only the mean over positions has to know their
+true number. Attention gives padded keys no weight; what their own rows become reaches nobody.
 
-Shape letters: L layers, B batch, T positions, P padded positions, D width, F inner width of an MLP.
+Shape letters: L layers, B batch, T positions, P padded positions, D width, F inner width of an MLP, H width of a head.
 """
 
 import math
@@ -32,54 +33,76 @@ ROWS = 512  # of a product, about: enough that loading the weights does not cost
 INNER = 512  # of an MLP's inner width at a time
 
 
-class Weights(NamedTuple):
-    """Of all layers, in the dtype of the activations, as the kernel reads them."""
+class TokenMlp(NamedTuple):
+    """Of all layers, in the dtype of the activations, as the kernel reads them; padded positions have zeros."""
 
-    token_up_L2FP: Array
-    token_down_LPF: Array
+    up_L2FP: Array
+    down_LPF: Array
+
+
+class Attention(NamedTuple):
+    qkv_L3DD: Array
+    out_LDD: Array
+
+
+class Mlp(NamedTuple):
     up_L2DF: Array
     down_LFD: Array
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(weight.size * weight.dtype.itemsize for weight in self)
+
+class Rotation(NamedTuple):
+    """cos and sin of rotary positions, of every channel; float32, the sines of each head's first half negated."""
+
+    cos_PD: Array
+    sin_PD: Array
 
 
-def pack(stacked: dict[str, Any], dtype: Any) -> Weights:
-    """Weights of a net that mixes positions by an MLP; once for many applications."""
-    token, mlp = stacked["token_mlp"], stacked["mlp"]
-    T = token["down"].shape[-1]
-    padding = (0, _padded(T, dtype) - T)
-    none = (0, 0)
-    token_up_L2FT = jnp.transpose(token["gate_up"], (0, 2, 3, 1)).astype(dtype)
-    token_down_LTF = jnp.swapaxes(token["down"], 1, 2).astype(dtype)
-    return Weights(
-        jnp.pad(token_up_L2FT, (none, none, none, padding)),
-        jnp.pad(token_down_LTF, (none, padding, none)),
-        jnp.swapaxes(mlp["gate_up"], 1, 2).astype(dtype),
-        mlp["down"].astype(dtype),
-    )
+class Net(NamedTuple):
+    mixing: TokenMlp | Attention
+    mlp: Mlp
+    rotation: Rotation | None
+
+
+def pack(stacked: dict[str, Any], num_positions: int, dtype: Any, rope: tuple[Array, Array] | None = None) -> Net:
+    """Stacked weights as the model has them, and its table of rotary positions; once for many applications."""
+    none, padding = (0, 0), (0, _padded(num_positions, dtype) - num_positions)
+    mlp = Mlp(jnp.swapaxes(stacked["mlp"]["gate_up"], 1, 2).astype(dtype), stacked["mlp"]["down"].astype(dtype))
+    if "token_mlp" in stacked:
+        up_L2FT = jnp.transpose(stacked["token_mlp"]["gate_up"], (0, 2, 3, 1)).astype(dtype)
+        down_LTF = jnp.swapaxes(stacked["token_mlp"]["down"], 1, 2).astype(dtype)
+        token_mlp = TokenMlp(jnp.pad(up_L2FT, (none, none, none, padding)), jnp.pad(down_LTF, (none, padding, none)))
+        return Net(token_mlp, mlp, None)
+    num_layers, D, _, heads, H = stacked["attention"]["qkv"].shape
+    qkv_L3DD = jnp.swapaxes(stacked["attention"]["qkv"].reshape(num_layers, D, 3, D), 1, 2).astype(dtype)
+    attention = Attention(qkv_L3DD, stacked["attention"]["out"].reshape(num_layers, D, D).astype(dtype))
+    if rope is None:
+        return Net(attention, mlp, None)
+    cos_PH, sin_PH = (jnp.pad(table_T1H[:, 0], (padding, none)) for table_T1H in rope)
+    signed_PH = jnp.concatenate([-sin_PH[:, : H // 2], sin_PH[:, H // 2 :]], axis=1)
+    return Net(attention, mlp, Rotation(jnp.tile(cos_PH, (1, heads)), jnp.tile(signed_PH, (1, heads))))
 
 
 def apply(
-    weights: Weights,
+    net: Net,
     h_BTD: Array,
     injection_BTD: Array | None,
     placement: Placement,
     *,
     epsilon: float,
+    num_heads: int = 1,
     interpret: bool = False,
 ) -> Array:
     """All layers to `h + injection`. The partitioner does not look into a kernel: examples are taken apart here."""
     given = (h_BTD,) if injection_BTD is None else (h_BTD, injection_BTD)
-    run = partial(_apply, vmem_bytes=_vmem_bytes(placement), epsilon=epsilon, interpret=interpret)
+    shape = {"vmem_bytes": _vmem_bytes(placement), "num_heads": num_heads}
+    run = partial(_apply, **shape, epsilon=epsilon, interpret=interpret)
     mesh, axes = free_axes(placement.mesh)
     if not axes:
-        return run(weights, given)
+        return run(net, given)
     rows = PartitionSpec(tuple(axis for axis in ("data", "fsdp") if axis in axes) or None)
     specs = (PartitionSpec(), rows)
     return jax.shard_map(run, mesh=mesh, axis_names=set(axes), in_specs=specs, out_specs=rows, check_vma=False)(
-        weights, given
+        net, given
     )
 
 
@@ -89,70 +112,82 @@ def _vmem_bytes(placement: Placement) -> int:
     return VMEM_BYTES.get(placement.mesh.devices.flat[0].device_kind, SMALLEST_VMEM_BYTES)
 
 
-def _apply(weights: Weights, given: tuple[Array, ...], *, vmem_bytes: int, epsilon: float, interpret: bool) -> Array:
-    num_layers = weights.down_LFD.shape[0]
-    run = partial(_call, vmem_bytes=vmem_bytes, epsilon=epsilon, interpret=interpret)
-    if weights.num_bytes < vmem_bytes // 3:
-        return run(weights, given)
-    for layer in range(num_layers):
-        given = (run(jax.tree.map(lambda weight, i=layer: weight[i : i + 1], weights), given),)
+def _apply(net: Net, given: tuple[Array, ...], *, vmem_bytes: int, **settings: Any) -> Array:
+    run = partial(_call, vmem_bytes=vmem_bytes, **settings)
+    if _bytes(net) < vmem_bytes // 3:
+        return run(net, given)
+    for i in range(net.mlp.down_LFD.shape[0]):
+        mixing, mlp = jax.tree.map(lambda weight, i=i: weight[i : i + 1], (net.mixing, net.mlp))
+        given = (run(Net(mixing, mlp, net.rotation), given),)
     return given[0]
 
 
-def _call(weights: Weights, given: tuple[Array, ...], *, vmem_bytes: int, epsilon: float, interpret: bool) -> Array:
+def _call(net: Net, given: tuple[Array, ...], *, vmem_bytes: int, interpret: bool, **settings: Any) -> Array:
     B, T, D = given[0].shape
     dtype = given[0].dtype
-    num_layers, P, token_F = weights.token_down_LPF.shape
-    F = weights.down_LFD.shape[1]
-    example_bytes = P * D * dtype.itemsize
+    P = _padded(T, dtype)
     # Every array that moves has two buffers, and one copy is worked on.
-    room = (vmem_bytes // 2 - weights.num_bytes) // (example_bytes * (2 * len(given) + 3))
+    room = (vmem_bytes // 2 - _bytes(net)) // (P * D * dtype.itemsize * (2 * len(given) + 3))
     block = min(LARGEST_BLOCK, B, max(1, room))
     examples = pl.BlockSpec((block, T, D), lambda i: (i, 0, 0))
-    whole = [
-        pl.BlockSpec(weight.shape, lambda i, ndim=weight.ndim: (0,) * ndim, pipeline_mode=pl.Buffered(1))
-        for weight in weights
-    ]
+    whole = jax.tree.map(
+        lambda weight: pl.BlockSpec(weight.shape, lambda i: (0,) * weight.ndim, pipeline_mode=pl.Buffered(1)), net
+    )
     return pl.pallas_call(
-        partial(_kernel, epsilon=epsilon),
+        partial(_kernel, **settings),
         grid=(pl.cdiv(B, block),),
-        in_specs=[*whole, *[examples] * len(given)],
+        in_specs=(whole, (examples,) * len(given)),
         out_specs=examples,
         out_shape=jax.ShapeDtypeStruct((B, T, D), dtype),
         scratch_shapes=[pltpu.VMEM((block, P, D), dtype)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=vmem_bytes * 15 // 16),
-        cost_estimate=pl.CostEstimate(
-            flops=6 * B * T * D * num_layers * (token_F + F),
-            transcendentals=B * num_layers * (token_F * D + T * F),
-            bytes_accessed=(len(given) + 1) * B * T * D * dtype.itemsize + weights.num_bytes,
-        ),
+        cost_estimate=_cost(net, given, settings["num_heads"]),
         interpret=interpret,
         name="recursion_net",
-    )(*weights, *given)
+    )(net, given)
 
 
-def _kernel(token_up_ref: Any, token_down_ref: Any, up_ref: Any, down_ref: Any, *refs: Any, epsilon: float) -> None:
-    *given_refs, out_ref, x_ref = refs
+def _cost(net: Net, given: tuple[Array, ...], num_heads: int) -> pl.CostEstimate:
+    """As the plain formula counts: padding is not work that anybody asked for."""
+    B, T, D = given[0].shape
+    num_layers, F, _ = net.mlp.down_LFD.shape
+    products, exponentials = 3 * T * D * F, T * F
+    if isinstance(net.mixing, TokenMlp):
+        token_F = net.mixing.down_LPF.shape[-1]
+        products, exponentials = products + 3 * T * D * token_F, exponentials + token_F * D
+    else:
+        products, exponentials = products + 4 * T * D * D + 2 * T * T * D, exponentials + num_heads * T * T
+    return pl.CostEstimate(
+        flops=2 * B * num_layers * products,
+        transcendentals=B * num_layers * exponentials,
+        bytes_accessed=_bytes((net, given, given[0])),
+    )
+
+
+def _kernel(net: Net, given_refs: tuple[Any, ...], out_ref: Any, x_ref: Any, *, num_heads: int, epsilon: float) -> None:
+    """`net` holds references, too."""
     block, T, D = out_ref.shape
     P, dtype = x_ref.shape[1], x_ref.dtype
+    up_ref, down_ref = net.mlp
+    num_layers, F, _ = down_ref.shape
 
     @pl.loop(0, block)
     def _(i: Any) -> None:
         x_ref[i] = jnp.zeros((P, D), dtype)
         x_ref[i, :T] = sum(ref[i].astype(jnp.float32) for ref in given_refs).astype(dtype)
 
-    @pl.loop(0, down_ref.shape[0])
+    @pl.loop(0, num_layers)
     def _(layer: Any) -> None:
         @pl.loop(0, block)
         def _(i: Any) -> None:
-            x_PD = x_ref[i]
-            gate_FD, up_FD = (_dot(token_up_ref[layer, one], x_PD) for one in (0, 1))
-            y_PD = _dot(token_down_ref[layer], _gated(gate_FD, up_FD, dtype))
-            x_ref[i] = _add_norm(x_PD, y_PD, 0, T, epsilon)
+            if isinstance(net.mixing, TokenMlp):
+                x_ref[i] = _add_norm(x_ref[i], _token_mlp(net.mixing, layer, x_ref[i]), 0, T, epsilon)
+            else:
+                y_PD = _attention(net.mixing, net.rotation, layer, x_ref[i], T, num_heads)
+                x_ref[i] = _add_norm(x_ref[i], y_PD, 1, D, epsilon)
 
         group = math.gcd(block, max(1, ROWS // P))
-        rows, F = group * P, down_ref.shape[1]
-        step = math.gcd(F, INNER)
+        rows, step = group * P, math.gcd(F, INNER)
 
         @pl.loop(0, block // group)
         def _(i: Any) -> None:
@@ -170,6 +205,42 @@ def _kernel(token_up_ref: Any, token_down_ref: Any, up_ref: Any, down_ref: Any, 
     @pl.loop(0, block)
     def _(i: Any) -> None:
         out_ref[i] = x_ref[i, :T]
+
+
+def _token_mlp(refs: TokenMlp, layer: Any, x_PD: Array) -> Array:
+    gate_FD, up_FD = (_dot(refs.up_L2FP[layer, one], x_PD) for one in (0, 1))
+    return _dot(refs.down_LPF[layer], _gated(gate_FD, up_FD, x_PD.dtype))
+
+
+def _attention(
+    refs: Attention, rotation: Rotation | None, layer: Any, x_PD: Array, num_positions: int, num_heads: int
+) -> Array:
+    P, D = x_PD.shape
+    H, dtype = D // num_heads, x_PD.dtype
+    q_PD, k_PD, v_PD = (_dot(x_PD, refs.qkv_L3DD[layer, one]).astype(dtype) for one in range(3))
+    if rotation is not None:
+        q_PD, k_PD = _rotate(q_PD, rotation, H), _rotate(k_PD, rotation, H)
+    is_padding_PP = jax.lax.broadcasted_iota(jnp.int32, (P, P), 1) >= num_positions
+    y_PD = jnp.zeros((P, D), jnp.float32)
+    for head in range(num_heads):
+        channels = slice(head * H, (head + 1) * H)
+        scores_PP = jax.lax.dot_general(
+            q_PD[:, channels], k_PD[:, channels], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        scores_PP = jnp.where(is_padding_PP, -jnp.inf, scores_PP * (1 / math.sqrt(H)))
+        powers_PP = jnp.exp(scores_PP - jnp.max(scores_PP, axis=1, keepdims=True))
+        weights_PP = (powers_PP / jnp.sum(powers_PP, axis=1, keepdims=True)).astype(dtype)
+        y_PH = _dot(weights_PP, v_PD[:, channels]).astype(dtype)
+        y_PD += _dot(y_PH, refs.out_LDD[layer, channels])
+    return y_PD
+
+
+def _rotate(x_PD: Array, rotation: Rotation, H: int) -> Array:
+    """The other half of each head is H / 2 channels to the right of the first half, and to the left of the second."""
+    x32, D = x_PD.astype(jnp.float32), x_PD.shape[1]
+    is_first = jax.lax.broadcasted_iota(jnp.int32, x32.shape, 1) % H < H // 2
+    other = jnp.where(is_first, pltpu.roll(x32, D - H // 2, 1), pltpu.roll(x32, H // 2, 1))
+    return (x32 * rotation.cos_PD[...] + other * rotation.sin_PD[...]).astype(x_PD.dtype)
 
 
 def _dot(a: Array, b: Array) -> Array:
@@ -192,3 +263,7 @@ def _add_norm(x: Array, y: Array, dim: int, count: int, epsilon: float) -> Array
 def _padded(T: int, dtype: Any) -> int:
     rows = 32 // jnp.dtype(dtype).itemsize  # of a register: values of two bytes lie in pairs
     return -(-T // rows) * rows
+
+
+def _bytes(tree: Any) -> int:
+    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(tree))
