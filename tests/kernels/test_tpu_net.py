@@ -147,6 +147,32 @@ def test_runs_that_are_packed_together_have_weights_of_their_own() -> None:
         np.testing.assert_allclose(found[i], plain(config, one, h, injection), atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "dtype", "mesh", "suited"),
+    [
+        ({}, "bfloat16", MeshConfig(), True),
+        ({"mixing": trm.AttentionMixing()}, "bfloat16", MeshConfig(data=2, fsdp=4), True),
+        ({}, "bfloat16", MeshConfig(data=4, tensor=2), False),
+        ({}, "float16", MeshConfig(), False),
+        ({}, "float32", MeshConfig(), False),  # no room for a layer
+        ({"hidden_size": 192}, "bfloat16", MeshConfig(), False),
+        ({"mlp_multiple_of": 8}, "bfloat16", MeshConfig(), False),
+        ({"mixing": trm.AttentionMixing(num_heads=32)}, "bfloat16", MeshConfig(), False),
+    ],
+)
+def test_what_suits_it(
+    overrides: dict, dtype: str, mesh: MeshConfig, suited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = {"hidden_size": 512, "num_layers": 2, "H_cycles": 1, "L_cycles": 1, "mixing": MLP}
+    config = trm.TrmConfig(**base | overrides, puzzle_embedding=trm.NoPuzzleTable())
+    params = jax.eval_shape(lambda key: trm.init(config, trm.PuzzleShape(97, 11, 1), key), jax.random.key(0))["layers"]
+    placement = sharding.place(sharding.make_mesh(mesh), {})
+    assert not tpu_net.suits(params, 97, jnp.dtype(dtype), placement)  # these are CPUs
+    monkeypatch.setattr(sharding.Placement, "kernels", "tpu")
+    assert tpu_net.suits(params, 97, jnp.dtype(dtype), placement) is suited
+    assert not tpu_net.suits(params, 97, jnp.dtype(dtype), ANYWHERE)
+
+
 PROGRAM = """
 import json, sys
 import jax, jax.numpy as jnp

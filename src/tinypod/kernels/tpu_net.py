@@ -25,9 +25,14 @@ from jax.sharding import PartitionSpec
 from tinypod.sharding import Placement, free_axes
 
 MIB = 2**20
-# Of one core, by JAX's name for the device. The kernel asks for most of it, and the compiler refuses what is too much.
-VMEM_BYTES = {"TPU v4": 16 * MIB, "TPU v5 lite": 128 * MIB, "TPU v5": 64 * MIB, "TPU v6 lite": 128 * MIB}
-SMALLEST_VMEM_BYTES = 16 * MIB
+# Of one core, by JAX's names for the device; both of them, where it has had two.
+VMEM_BYTES = {
+    **dict.fromkeys(("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e"), 128 * MIB),
+    **dict.fromkeys(("TPU v5", "TPU v5p"), 64 * MIB),
+}
+SMALLEST_VMEM_BYTES = 16 * MIB  # a v4's, and what is safe elsewhere
+LANES = 128  # of a register
+INTERMEDIATE_BYTES = 16 * MIB  # more than the compiler takes; it keeps the rest for what is around the kernel
 LARGEST_BLOCK = 8  # examples: more of them no longer make the products faster
 ROWS = 512  # of a product, about: enough that loading the weights does not cost more than using them
 INNER = 512  # of an MLP's inner width at a time
@@ -61,6 +66,22 @@ class Net(NamedTuple):
     mixing: TokenMlp | Attention
     mlp: Mlp
     rotation: Rotation | None
+
+
+def suits(stacked: dict[str, Any], num_positions: int, dtype: Any, placement: Placement) -> bool:
+    """Whether the kernel can take the place of the plain net. Weights may be abstract."""
+    if placement.mesh is None or placement.kernels != "tpu" or placement.mesh.shape["tensor"] > 1:
+        return False
+    num_layers, F, D = stacked["mlp"]["down"].shape
+    inner, head = F, LANES
+    if "token_mlp" in stacked:
+        inner = math.gcd(F, stacked["token_mlp"]["down"].shape[1])
+    else:
+        head = stacked["attention"]["out"].shape[2]
+    if dtype not in (jnp.bfloat16, jnp.float32) or D % LANES or inner % LANES or head % (LANES // 2):
+        return False
+    packed = jax.eval_shape(lambda weights: pack(weights, num_positions, dtype), stacked)
+    return _bytes(packed) // num_layers <= _vmem_bytes(placement) // 2
 
 
 def pack(stacked: dict[str, Any], num_positions: int, dtype: Any, rope: tuple[Array, Array] | None = None) -> Net:
@@ -126,9 +147,10 @@ def _call(net: Net, given: tuple[Array, ...], *, vmem_bytes: int, interpret: boo
     B, T, D = given[0].shape
     dtype = given[0].dtype
     P = _padded(T, dtype)
-    # Every array that moves has two buffers, and one copy is worked on.
-    room = (vmem_bytes // 2 - _bytes(net)) // (P * D * dtype.itemsize * (2 * len(given) + 3))
-    block = min(LARGEST_BLOCK, B, max(1, room))
+    example_bytes = P * D * dtype.itemsize * (2 * len(given) + 3)  # what moves has two buffers, and one is worked on
+    room = (vmem_bytes * 5 // 8 - _bytes(net)) // example_bytes
+    block = 1 << max(1, min(LARGEST_BLOCK, B, room)).bit_length() - 1
+    limit = min(vmem_bytes * 15 // 16, _bytes(net) + block * example_bytes + INTERMEDIATE_BYTES)
     examples = pl.BlockSpec((block, T, D), lambda i: (i, 0, 0))
     whole = jax.tree.map(
         lambda weight: pl.BlockSpec(weight.shape, lambda i: (0,) * weight.ndim, pipeline_mode=pl.Buffered(1)), net
@@ -140,7 +162,7 @@ def _call(net: Net, given: tuple[Array, ...], *, vmem_bytes: int, interpret: boo
         out_specs=examples,
         out_shape=jax.ShapeDtypeStruct((B, T, D), dtype),
         scratch_shapes=[pltpu.VMEM((block, P, D), dtype)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=vmem_bytes * 15 // 16),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=limit),
         cost_estimate=_cost(net, given, settings["num_heads"]),
         interpret=interpret,
         name="recursion_net",
