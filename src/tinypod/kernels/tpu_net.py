@@ -68,6 +68,13 @@ class Net(NamedTuple):
     rotation: Rotation | None
 
 
+class Settings(NamedTuple):
+    num_heads: int
+    epsilon: float
+    vmem_bytes: int
+    interpret: bool
+
+
 def suits(stacked: dict[str, Any], num_positions: int, dtype: Any, placement: Placement) -> bool:
     """Whether the kernel can take the place of the plain net. Weights may be abstract."""
     if placement.mesh is None or placement.kernels != "tpu" or placement.mesh.shape["tensor"] > 1:
@@ -115,8 +122,8 @@ def apply(
 ) -> Array:
     """All layers to `h + injection`. The partitioner does not look into a kernel: examples are taken apart here."""
     given = (h_BTD,) if injection_BTD is None else (h_BTD, injection_BTD)
-    shape = {"vmem_bytes": _vmem_bytes(placement), "num_heads": num_heads}
-    run = partial(_apply, **shape, epsilon=epsilon, interpret=interpret)
+    settings = Settings(num_heads, epsilon, _vmem_bytes(placement), interpret)
+    run = partial(_apply, settings)
     mesh, axes = free_axes(placement.mesh)
     if not axes:
         return run(net, given)
@@ -133,43 +140,43 @@ def _vmem_bytes(placement: Placement) -> int:
     return VMEM_BYTES.get(placement.mesh.devices.flat[0].device_kind, SMALLEST_VMEM_BYTES)
 
 
-def _apply(net: Net, given: tuple[Array, ...], *, vmem_bytes: int, **settings: Any) -> Array:
-    run = partial(_call, vmem_bytes=vmem_bytes, **settings)
-    if _bytes(net) < vmem_bytes // 3:
-        return run(net, given)
+def _apply(settings: Settings, net: Net, given: tuple[Array, ...]) -> Array:
+    if _bytes(net) < settings.vmem_bytes // 3:
+        return _call(settings, net, given)
     for i in range(net.mlp.down_LFD.shape[0]):
         mixing, mlp = jax.tree.map(lambda weight, i=i: weight[i : i + 1], (net.mixing, net.mlp))
-        given = (run(Net(mixing, mlp, net.rotation), given),)
+        given = (_call(settings, Net(mixing, mlp, net.rotation), given),)
     return given[0]
 
 
-def _call(net: Net, given: tuple[Array, ...], *, vmem_bytes: int, interpret: bool, **settings: Any) -> Array:
+def _call(settings: Settings, net: Net, given: tuple[Array, ...]) -> Array:
     B, T, D = given[0].shape
     dtype = given[0].dtype
     P = _padded(T, dtype)
     example_bytes = P * D * dtype.itemsize * (2 * len(given) + 3)  # what moves has two buffers, and one is worked on
-    room = (vmem_bytes * 5 // 8 - _bytes(net)) // example_bytes
+    room = (settings.vmem_bytes * 5 // 8 - _bytes(net)) // example_bytes
     block = 1 << max(1, min(LARGEST_BLOCK, B, room)).bit_length() - 1
-    limit = min(vmem_bytes * 15 // 16, _bytes(net) + block * example_bytes + INTERMEDIATE_BYTES)
+    limit = min(settings.vmem_bytes * 15 // 16, _bytes(net) + block * example_bytes + INTERMEDIATE_BYTES)
     examples = pl.BlockSpec((block, T, D), lambda i: (i, 0, 0))
     whole = jax.tree.map(
         lambda weight: pl.BlockSpec(weight.shape, lambda i: (0,) * weight.ndim, pipeline_mode=pl.Buffered(1)), net
     )
     return pl.pallas_call(
-        partial(_kernel, **settings),
+        partial(_kernel, settings),
         grid=(pl.cdiv(B, block),),
         in_specs=(whole, (examples,) * len(given)),
         out_specs=examples,
         out_shape=jax.ShapeDtypeStruct((B, T, D), dtype),
         scratch_shapes=[pltpu.VMEM((block, P, D), dtype)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=limit),
-        cost_estimate=_cost(net, given, settings["num_heads"]),
-        interpret=interpret,
+        input_output_aliases={len(jax.tree.leaves(net)): 0},  # in place: a loop would copy what it carries
+        cost_estimate=_cost(settings, net, given),
+        interpret=settings.interpret,
         name="recursion_net",
     )(net, given)
 
 
-def _cost(net: Net, given: tuple[Array, ...], num_heads: int) -> pl.CostEstimate:
+def _cost(settings: Settings, net: Net, given: tuple[Array, ...]) -> pl.CostEstimate:
     """As the plain formula counts: padding is not work that anybody asked for."""
     B, T, D = given[0].shape
     num_layers, F, _ = net.mlp.down_LFD.shape
@@ -178,7 +185,7 @@ def _cost(net: Net, given: tuple[Array, ...], num_heads: int) -> pl.CostEstimate
         token_F = net.mixing.down_LPF.shape[-1]
         products, exponentials = products + 3 * T * D * token_F, exponentials + token_F * D
     else:
-        products, exponentials = products + 4 * T * D * D + 2 * T * T * D, exponentials + num_heads * T * T
+        products, exponentials = products + 4 * T * D * D + 2 * T * T * D, exponentials + settings.num_heads * T * T
     return pl.CostEstimate(
         flops=2 * B * num_layers * products,
         transcendentals=B * num_layers * exponentials,
@@ -186,33 +193,33 @@ def _cost(net: Net, given: tuple[Array, ...], num_heads: int) -> pl.CostEstimate
     )
 
 
-def _kernel(net: Net, given_refs: tuple[Any, ...], out_ref: Any, x_ref: Any, *, num_heads: int, epsilon: float) -> None:
+def _kernel(settings: Settings, net: Net, given_refs: tuple[Any, ...], out_ref: Any, x_ref: Any) -> None:
     """`net` holds references, too."""
-    block, T, D = out_ref.shape
+    epsilon, (block, T, D) = settings.epsilon, out_ref.shape
     P, dtype = x_ref.shape[1], x_ref.dtype
     up_ref, down_ref = net.mlp
     num_layers, F, _ = down_ref.shape
 
     @pl.loop(0, block)
-    def _(i: Any) -> None:
+    def start(i: Any) -> None:
         x_ref[i] = jnp.zeros((P, D), dtype)
         x_ref[i, :T] = sum(ref[i].astype(jnp.float32) for ref in given_refs).astype(dtype)
 
     @pl.loop(0, num_layers)
-    def _(layer: Any) -> None:
+    def apply_layer(layer: Any) -> None:
         @pl.loop(0, block)
-        def _(i: Any) -> None:
+        def mix(i: Any) -> None:
             if isinstance(net.mixing, TokenMlp):
                 x_ref[i] = _add_norm(x_ref[i], _token_mlp(net.mixing, layer, x_ref[i]), 0, T, epsilon)
             else:
-                y_PD = _attention(net.mixing, net.rotation, layer, x_ref[i], T, num_heads)
+                y_PD = _attention(net.mixing, net.rotation, layer, x_ref[i], T, settings.num_heads)
                 x_ref[i] = _add_norm(x_ref[i], y_PD, 1, D, epsilon)
 
         group = math.gcd(block, max(1, ROWS // P))
         rows, step = group * P, math.gcd(F, INNER)
 
         @pl.loop(0, block // group)
-        def _(i: Any) -> None:
+        def widen(i: Any) -> None:
             examples = pl.ds(i * group, group)
             x_RD = x_ref[examples].reshape(rows, D)
 
@@ -225,7 +232,7 @@ def _kernel(net: Net, given_refs: tuple[Any, ...], out_ref: Any, x_ref: Any, *, 
             x_ref[examples] = _add_norm(x_RD, y_RD, 1, D, epsilon).reshape(group, P, D)
 
     @pl.loop(0, block)
-    def _(i: Any) -> None:
+    def finish(i: Any) -> None:
         out_ref[i] = x_ref[i, :T]
 
 
