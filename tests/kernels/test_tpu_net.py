@@ -48,7 +48,7 @@ def make(
 
 def plain(config: trm.TrmConfig, params: trm.Params, h: jax.Array, injection: jax.Array | None) -> jax.Array:
     with jax.numpy_dtype_promotion("standard"):  # attention of jax.nn in bfloat16 is not strict
-        return jax.jit(trm.make_net(config, h.shape[1], None))(params, h, injection)
+        return jax.jit(trm.make_net(config, h.shape[1], ANYWHERE))(params, h, injection)
 
 
 def fused(

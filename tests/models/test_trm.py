@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tinypod.models import layers, trm
+from tinypod.sharding import ANYWHERE
 
 SHAPE = trm.PuzzleShape(seq_len=9, vocab_size=5, num_identifiers=3)
 
@@ -254,7 +255,7 @@ def test_fewer_cycles_in_a_deep_program_are_a_shallow_model(variant: str, unroll
     tokens, rows = jax.random.randint(jax.random.key(1), (4, 9), 0, 5), jnp.ones((4, 20))
 
     def loss(params, rows, config, cycles):
-        z, logits, q = trm.apply(config, params, trm.initial_z(config, params, 4, 9), tokens, rows, None, cycles)
+        z, logits, q = trm.apply(config, params, trm.initial_z(config, params, 4, 9), tokens, rows, ANYWHERE, cycles)
         return jnp.sum(logits**2) + jnp.sum(q**2), (z, logits, q)
 
     differentiate = jax.grad(loss, argnums=(0, 1), has_aux=True)

@@ -10,6 +10,7 @@ from tinypod import experiment
 from tinypod.data import puzzles
 from tinypod.evaluate import Evaluator
 from tinypod.models import trm
+from tinypod.sharding import ANYWHERE
 from tinypod.solve.refine import make_program, refine
 from tinypod.tasks import puzzle_scores
 
@@ -29,7 +30,7 @@ def knowing(built: experiment.Experiment) -> trm.Params:
 
 def evaluator(built: experiment.Experiment, split: puzzles.Split, batch: int, steps: int = 3, limit=None) -> Evaluator:
     sources = [f"source{i}" for i in range(int(split.sources.max()) + 1)]
-    pass_over = puzzle_scores.evaluation(built.config.model, split, sources, steps, None)
+    pass_over = puzzle_scores.evaluation(built.config.model, split, sources, steps, ANYWHERE)
     return Evaluator(pass_over, built.mesh, built.specs, batch, limit)
 
 
