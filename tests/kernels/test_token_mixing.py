@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from tinypod import config as configs
 from tinypod import sharding
 from tinypod.experiment import ExperimentConfig, build
-from tinypod.kernels import partition, token_mixing
+from tinypod.kernels import calling, token_mixing
 from tinypod.models import layers
 from tinypod.sharding import ANYWHERE, MeshConfig
 
@@ -92,7 +92,7 @@ def test_eight_devices_share_the_rows() -> None:
             assert x.shape[0] == 1  # of 8
             return fused({"gate_up": gate_up, "down": down}, x)
 
-        return partition.by_rows(kernel, placement, num_weights=2)(weights["gate_up"], weights["down"], x)
+        return calling.by_rows(kernel, placement, num_weights=2)(weights["gate_up"], weights["down"], x)
 
     for ours, theirs in zip(
         with_gradients(on_mesh, weights, x, given), with_gradients(plain, weights, x, given), strict=True

@@ -2,13 +2,16 @@
 
 import json
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tinypod import config as configs
 from tinypod import sharding
+from tinypod.experiment import ExperimentConfig, build
 from tinypod.kernels import tpu_net
 from tinypod.models import layers, trm
 from tinypod.sharding import ANYWHERE, MeshConfig, Placement
@@ -171,6 +174,50 @@ def test_what_suits_it(
     monkeypatch.setattr(sharding.Placement, "kernels", "tpu")
     assert tpu_net.suits(params, 97, jnp.dtype(dtype), placement) is suited
     assert not tpu_net.suits(params, 97, jnp.dtype(dtype), ANYWHERE)
+
+
+@pytest.mark.parametrize("mixing", [MLP, ROTARY], ids=["mlp", "rotary"])
+@pytest.mark.parametrize("overrides", [{}, {"single_z": True}, {"separate_nets": True}, {"one_step_gradient": True}])
+def test_a_step_with_it_is_a_step_without(
+    mixing: trm.MlpMixing | trm.AttentionMixing, overrides: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the cycles without gradients; in all of them where nothing is differentiated."""
+    config = make(9, 1, mixing=mixing)[0].model_copy(
+        update={"H_cycles": 2, "L_cycles": 2, "dtype": "float32", **overrides}
+    )
+    params = trm.init(config, trm.PuzzleShape(9, 11, 1), jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (3, 9), 1, 11)
+
+    def step(params: trm.Params, gradients: bool) -> Any:
+        z, logits, q = trm.apply(config, params, trm.initial_z(config, params, 3, 9), tokens, None, gradients=gradients)
+        return jnp.sum(jnp.square(logits)), (z, logits, q)
+
+    def both() -> Any:
+        return jax.jit(jax.grad(partial(step, gradients=True), has_aux=True))(params), jax.jit(
+            partial(step, gradients=False)
+        )(params)
+
+    def count_kernels(gradients: bool) -> int:
+        return str(jax.make_jaxpr(partial(step, gradients=gradients))(params)).count("pallas_call[")
+
+    expected = both()
+    monkeypatch.setattr(tpu_net, "suits", lambda *given: True)
+    monkeypatch.setattr(tpu_net, "apply", partial(tpu_net.apply, interpret=True))
+    assert 0 < count_kernels(gradients=True) < count_kernels(gradients=False)
+    for ours, theirs in zip(*map(jax.tree.leaves, (both(), expected)), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4 * float(jnp.abs(theirs).max()) + 1e-6)
+
+
+@pytest.mark.parametrize("config", ["trm/sudoku_mlp", "trm/sudoku_attention"])
+@pytest.mark.parametrize("mesh", ["{devices: 1}", "{devices: 8, data: 4, fsdp: 2}"])
+def test_a_step_with_it_lowers_for_a_tpu(config: str, mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is around it must leave nothing of it to the partitioner; lowering says so, and needs no TPU."""
+    monkeypatch.setattr(sharding.Placement, "kernels", "tpu")
+    overrides = ("data.path=nowhere", "data.expected.rows=100", "batch_size=16", "model.unroll=false", f"mesh={mesh}")
+    experiment = build(configs.load(config, overrides, ExperimentConfig), planned=True)
+    with jax.numpy_dtype_promotion("standard"):  # attention of jax.nn in bfloat16 is not strict
+        lowered = experiment.train_step.trace(*experiment.abstract_inputs).lower(lowering_platforms=("tpu",))
+    assert "tpu_custom_call" in lowered.as_text()
 
 
 PROGRAM = """

@@ -21,7 +21,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from tinypod.kernels.partition import by_rows, splits_width
+from tinypod.kernels.calling import by_rows, splits_width, stated_cost
 from tinypod.sharding import Placement
 
 LONGEST = 128  # positions; the scores of one program, P by P in float32, have to fit its registers
@@ -110,6 +110,7 @@ def _call(
         out_shape=out,
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
+        metadata=stated_cost((3 * len(inputs) - 1) * batch * heads * length * length * head),  # 2 products, or 5
         name=name,
     )(*rows, *tables).reshape(out_shape)
 

@@ -19,7 +19,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from tinypod.kernels.partition import by_rows, splits_width
+from tinypod.kernels.calling import by_rows, splits_width, stated_cost
 from tinypod.sharding import Placement
 
 MOST_POSITIONS = 128  # more do not fit a program's registers
@@ -141,6 +141,7 @@ def _forward(gate_up_T2F: Array, down_FT: Array, x_BTD: Array, epsilon: float, i
         grid=(B, pl.cdiv(D, K)),
         compiler_params=triton.CompilerParams(num_warps=FORWARD.num_warps, num_stages=FORWARD.num_stages),
         interpret=interpret,
+        metadata=stated_cost(3 * B * T * D * F),
         name="token_mixing",
     )(x_BTD.reshape(B * T, D), *_weights(gate_up_T2F, down_FT, x_BTD.dtype))
     return y.reshape(B, T, D), scale_BD
@@ -207,6 +208,7 @@ def _backward(
         grid=(B, pl.cdiv(D, K)),
         compiler_params=triton.CompilerParams(num_warps=BACKWARD.num_warps, num_stages=BACKWARD.num_stages),
         interpret=interpret,
+        metadata=stated_cost(5 * B * T * D * F),
         name="token_mixing_backward",
     )(
         *(x_BTD.reshape(B * T, D), y_BTD.reshape(B * T, D), scale_BD, dy_BTD.reshape(B * T, D)),
@@ -252,6 +254,7 @@ def _weight_gradients(
         grid=(F // N, splits),
         compiler_params=triton.CompilerParams(num_warps=WEIGHTS.num_warps, num_stages=WEIGHTS.num_stages),
         interpret=interpret,
+        metadata=stated_cost(6 * B * T * D * F),
         name="token_mixing_weights",
     )(x_BTD.reshape(B * T, D), dr_BTD.reshape(B * T, D), *_weights(gate_up_T2F, down_FT, x_BTD.dtype))
     d_gate_FT, d_up_FT, d_down_FT = (sum_.sum(axis=0)[:, :T] for sum_ in sums)

@@ -2,8 +2,7 @@
 
 The plain formula writes every layer's inner activations to memory and reads them again, which takes a TPU longer than
 its products. Here a block of examples stays in vector memory (VMEM) with the weights of all layers, or of one layer
-where there is no room for more. For passes without gradients only: nothing is kept for a backward pass. The model does
-not choose it yet: the planner does not read what it costs, and would leave it out of a plan.
+where there is no room for more. For passes without gradients only: nothing is kept for a backward pass.
 
 Positions are padded to whole registers. Where an MLP mixes them, rows that are zero stay exactly zero: the padded
 weights are zero, no layer has a bias, and both norms of zero are zero; only the mean over positions has to know their

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from tinypod.config import Config
+from tinypod.kernels import tpu_net
 from tinypod.models import layers
 from tinypod.sharding import ANYWHERE, Placement, Rules
 
@@ -227,12 +228,9 @@ def make_net(
     config: TrmConfig, num_positions: int, placement: Placement
 ) -> Callable[[Params, Array, Array | None], Array]:
     """The network of the recursion: `net(layers, h, injection) -> h`."""
-    mixing, gather = config.mixing, placement.gather
+    mixing, gather, group = config.mixing, placement.gather, _group(config)
     fused = placement if config.fused else ANYWHERE
-    group = "layers_L" if config.separate_nets else "layers"  # of two nets, both are split alike
-    rope = None
-    if isinstance(mixing, AttentionMixing) and isinstance(mixing.positions, Rope):
-        rope = layers.rope_tables(num_positions, config.hidden_size // mixing.num_heads, mixing.positions.theta)
+    rope = _rope(config, num_positions)
 
     def block(x_BTD: Array, layer: Params) -> Array:
         if gather is not None:
@@ -254,6 +252,36 @@ def make_net(
     return jax.checkpoint(net) if config.remat else net
 
 
+def _group(config: TrmConfig) -> str:
+    return "layers_L" if config.separate_nets else "layers"  # of two nets, both are split alike
+
+
+def _rope(config: TrmConfig, num_positions: int) -> tuple[Array, Array] | None:
+    mixing = config.mixing
+    if not isinstance(mixing, AttentionMixing) or not isinstance(mixing.positions, Rope):
+        return None
+    return layers.rope_tables(num_positions, config.hidden_size // mixing.num_heads, mixing.positions.theta)
+
+
+def make_detached_net(
+    config: TrmConfig, weights: Params, num_positions: int, placement: Placement
+) -> tuple[Callable[[Any, Array, Array | None], Array], dict[str, Any]]:
+    """As `make_net` and the weights that go with it, for passes without gradients: one kernel, where there is one."""
+    dtype, mixing = jnp.dtype(config.dtype), config.mixing
+    if not config.fused or not tpu_net.suits(weights["L"], num_positions, dtype, placement):
+        return make_net(config, num_positions, placement), weights
+    if placement.gather is not None:
+        weights = {name: placement.gather(_group(config), stacked) for name, stacked in weights.items()}
+    rope = _rope(config, num_positions)
+    packed = {name: tpu_net.pack(stacked, num_positions, dtype, rope) for name, stacked in weights.items()}
+    num_heads = mixing.num_heads if isinstance(mixing, AttentionMixing) else 1
+
+    def net(packed: Any, h_BTD: Array, injection_BTD: Array | None) -> Array:
+        return tpu_net.apply(packed, h_BTD, injection_BTD, placement, epsilon=layers.RMS_EPSILON, num_heads=num_heads)
+
+    return net, packed
+
+
 def apply(
     config: TrmConfig,
     params: Params,
@@ -262,42 +290,54 @@ def apply(
     rows_BE: Array | None,
     placement: Placement = ANYWHERE,
     cycles: Cycles | None = None,
+    *,
+    gradients: bool = True,
 ) -> tuple[Z | SingleZ, Array, Array]:
     """One supervision step: the new z (detached), logits [B, S, V], and float32 halting logits [B, 2].
 
-    With `cycles`, only so many of the config's cycles take effect.
+    With `cycles`, only so many of the config's cycles take effect. Without `gradients` it cannot be differentiated.
     """
     if placement.gather is not None:
         params = params | {name: placement.gather(name, params[name]) for name in ("embed", "head")}
     x_BTD = embed(config, params, tokens_BS, rows_BE)
-    net = make_net(config, x_BTD.shape[1], placement)
     weights = {name: params[f"layers_{name}" if config.separate_nets else "layers"] for name in ("H", "L")}
     live_H, live_L = cycles or (None, None)
 
-    def think(weights: Params, x: Array, z: Any, times: int, live: Array | None) -> Any:
-        """Updates of the scratch state alone."""
+    class Pass(NamedTuple):
+        """The net, its weights, and the input."""
 
-        def update(z_L: Array) -> Array:
-            return net(weights["L"], z_L, x if isinstance(z, SingleZ) else z.H + x)
+        net: Callable[[Any, Array, Array | None], Array]
+        weights: dict[str, Any]
+        x: Array
 
-        return z._replace(L=_repeat(update, z.L, times, config.unroll, live))
+        def think(self, z: Any, times: int, live: Array | None) -> Any:
+            """Updates of the scratch state alone."""
 
-    def answer(weights: Params, z: Any) -> Any:
-        if isinstance(z, SingleZ):
-            return SingleZ(net(weights["H"], z.L, None))
-        return z._replace(H=net(weights["H"], z.H, z.L))
+            def update(z_L: Array) -> Array:
+                return self.net(self.weights["L"], z_L, self.x if isinstance(z, SingleZ) else z.H + self.x)
+
+            return z._replace(L=_repeat(update, z.L, times, config.unroll, live))
+
+        def answer(self, z: Any) -> Any:
+            if isinstance(z, SingleZ):
+                return SingleZ(self.net(self.weights["H"], z.L, None))
+            return z._replace(H=self.net(self.weights["H"], z.H, z.L))
+
+    num_positions = x_BTD.shape[1]
+    z, fixed_weights, fixed_x_BTD = jax.lax.stop_gradient((z, weights, x_BTD))
+    detached = Pass(*make_detached_net(config, fixed_weights, num_positions, placement), fixed_x_BTD)
+    last = Pass(make_net(config, num_positions, placement), weights, x_BTD) if gradients else detached
 
     def cycle(z: Any) -> Any:
-        return answer(detached[0], think(*detached, z, config.L_cycles, live_L))
+        return detached.answer(detached.think(z, config.L_cycles, live_L))
 
-    detached = jax.lax.stop_gradient((weights, x_BTD))
     z = _repeat(cycle, z, config.H_cycles - 1, config.unroll, None if live_H is None else live_H - 1)
     if config.one_step_gradient:
-        z = think(*detached, z, config.L_cycles - 1, None if live_L is None else live_L - 1)
-        z = think(weights, x_BTD, jax.lax.stop_gradient(z), 1, None)
+        z = detached.think(z, config.L_cycles - 1, None if live_L is None else live_L - 1)
+        z = last.think(jax.lax.stop_gradient(z), 1, None)
     else:
-        z = think(weights, x_BTD, jax.lax.stop_gradient(z), config.L_cycles, live_L)
-    z = answer(weights, z)
+        z = last.think(jax.lax.stop_gradient(z), config.L_cycles, live_L)
+    z = last.answer(z)
 
     answer_BTD = z.L if isinstance(z, SingleZ) else z.H
     logits_BSV = layers.linear(answer_BTD[:, num_puzzle_positions(config) :], params["head"])

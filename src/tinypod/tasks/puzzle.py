@@ -281,7 +281,7 @@ def make_loss(
         last = steps >= config.halting.max_steps
         if config.continue_loss:
             fixed = jax.lax.stop_gradient((params, rows))
-            next_q = trm.apply(model, fixed[0], z, tokens, fixed[1], placement, cycles)[2]
+            next_q = trm.apply(model, fixed[0], z, tokens, fixed[1], placement, cycles, gradients=False)[2]
             worth = jax.nn.sigmoid(jnp.where(last, next_q[:, 0], jnp.max(next_q, axis=-1)))
             q_losses["q_continue_loss"] = jnp.sum(optax.sigmoid_binary_cross_entropy(q[:, 1], worth))
         total = jnp.sum(lm_loss) + varied["q_loss_weight"] * sum(q_losses.values())

@@ -90,7 +90,7 @@ def run_steps(
     rows = None if table is None else table[identifiers_B]
 
     def advance(z: trm.Z | trm.SingleZ, _: None) -> tuple[trm.Z | trm.SingleZ, tuple[Array, Array]]:
-        z, logits, q = trm.apply(model, params, z, inputs_BS, rows, placement)
+        z, logits, q = trm.apply(model, params, z, inputs_BS, rows, placement, gradients=False)
         return z, (jnp.argmax(logits, axis=-1).astype(jnp.uint8), q)
 
     return jax.lax.scan(advance, trm.initial_z(model, params, *inputs_BS.shape), length=steps)[1]

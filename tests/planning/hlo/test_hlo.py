@@ -416,6 +416,19 @@ def test_calls_that_hide_their_work_are_named() -> None:
     assert hlo.read(text, {"data": 2}).opaque_calls == ("tpu_custom_call",)
 
 
+@pytest.mark.parametrize(
+    "stated",
+    [
+        'custom_call_target="tpu_custom_call", backend_config={"cost_estimate":{"flops":"4096","bytes_accessed":"7"}}',
+        'custom_call_target="__gpu$xla.gpu.triton", backend_config={metadata = "{\\22flops\\22: \\224096\\22}"}',
+    ],
+)
+def test_a_kernel_may_state_its_work(stated: str) -> None:
+    text = COLLECTIVE.format(groups="").replace("  ROOT", f"  %c = f32[4]{{0}} custom-call(%p), {stated}\n  ROOT")
+    program = hlo.read(text, {"data": 2})
+    assert (program.flops, program.opaque_calls) == (4096, ())
+
+
 def test_metadata_of_several_lines_do_not_end_a_computation() -> None:
     line = (
         '  %c = f32[4]{0} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={'

@@ -42,11 +42,18 @@ def _flops(computation: Computation, instruction: Instruction) -> float:
     if target.startswith("__onednn$matmul"):  # [..., m, k] or, transposed, [..., k, m]
         left, out = computation.operands(instruction)[0].arrays[0].dims, instruction.results[0]
         return 2 * out.size * left[-1] * left[-2] / out.dims[-2]
-    return 0
+    return float(_stated_flops(instruction) or 0)
 
 
-def understood(target: str) -> bool:
-    return target.startswith(("__cublas$", "__onednn$matmul")) or target in _PLAIN_CALLS
+def _stated_flops(instruction: Instruction) -> str:
+    """What a Pallas kernel says of itself: for TPUs as its cost, for Triton in its metadata."""
+    return find(r'flops(?:\\22|[\\":\s])+(\d+)', instruction.attributes)
+
+
+def understood(instruction: Instruction) -> bool:
+    target = instruction.target
+    known = target.startswith(("__cublas$", "__onednn$matmul")) or target in _PLAIN_CALLS
+    return known or bool(_stated_flops(instruction))
 
 
 def _dot_flops(computation: Computation, instruction: Instruction, contracted: Sequence[int]) -> float:

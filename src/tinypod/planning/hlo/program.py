@@ -196,7 +196,7 @@ class _Walk:
         return sum(k.runs * k.flops for k in self.kernels), moved
 
     def kernel(self, computation: Computation, instruction: Instruction, runs: int) -> None:
-        if instruction.kind == "custom-call" and not understood(instruction.target):
+        if instruction.kind == "custom-call" and not understood(instruction):
             self.opaque_calls.append(instruction.target)
         products = flops(self.module, computation, instruction)
         moved = traffic(self.module, computation, instruction)

@@ -1,4 +1,5 @@
-"""The partitioner does not look into a kernel: here, its rows are taken apart over the devices."""
+"""What is around a kernel: neither the partitioner nor the planner looks into one, so that here its rows are taken
+apart over the devices, and it says what it computes."""
 
 from collections.abc import Callable
 
@@ -28,3 +29,8 @@ def by_rows(kernel: Callable[..., Array], placement: Placement, num_weights: int
         )(*arrays)
 
     return on_each
+
+
+def stated_cost(multiplications: int) -> dict[str, str]:
+    """Of matrix products, as metadata of a Triton kernel, which has no other place for them; the planner reads it."""
+    return {"flops": str(2 * multiplications)}
