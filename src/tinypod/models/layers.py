@@ -60,6 +60,34 @@ def swiglu(params: dict[str, Array], x_BTD: Array) -> Array:
     return linear(jax.nn.silu(gate_up_BT2F[:, :, 0]) * gate_up_BT2F[:, :, 1], params["down"])
 
 
+LARGEST_FP8 = 448.0  # of float8_e4m3fn
+
+
+def _to_fp8(x: Array, scale: Array | float) -> Array:
+    """Of x times a scale; what is too large becomes the largest, not NaN."""
+    scaled = jnp.clip(x.astype(jnp.float32) * scale, -LARGEST_FP8, LARGEST_FP8)
+    return scaled.astype(jnp.float8_e4m3fn)
+
+
+def _fp8_linear(x: Array, x_scale: float, weight: Array) -> Array:
+    """A product of 8-bit floats, which a Hopper GPU computes twice as fast."""
+    weight_scale = LARGEST_FP8 / (jnp.max(jnp.abs(weight)) + 1e-30)
+    product = jax.lax.dot_general(
+        _to_fp8(x, x_scale),
+        _to_fp8(weight, weight_scale),
+        (((x.ndim - 1,), (0,)), ((), ())),
+        preferred_element_type=x.dtype,
+    )
+    return (product.astype(jnp.float32) * (1 / (x_scale * weight_scale))).astype(x.dtype)
+
+
+def fp8_swiglu(params: dict[str, Array], x_BTD: Array) -> Array:
+    """For inputs that an RMS norm bounds by the root of their width; gated values have a scale of their own."""
+    bound = math.sqrt(x_BTD.shape[-1])
+    gate_BTF, up_BTF = (_fp8_linear(x_BTD, LARGEST_FP8 / bound, params["gate_up"][:, i]) for i in range(2))
+    return _fp8_linear(jax.nn.silu(gate_BTF) * up_BTF, 8.0, params["down"])
+
+
 def token_swiglu(params: dict[str, Array], x_BTD: Array) -> Array:
     """SwiGLU over the positions, the same for every channel; without the transposes that its definition suggests."""
     gate_up_B2FD = jnp.einsum("btd,tcf->bcfd", x_BTD, params["gate_up"].astype(x_BTD.dtype))
