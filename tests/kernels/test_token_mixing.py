@@ -83,13 +83,14 @@ def test_runs_in_a_pack_have_weights_of_their_own() -> None:
             np.testing.assert_allclose(ours[number], theirs, atol=1e-4 * float(jnp.abs(theirs).max()))
 
 
-def test_eight_devices_share_the_rows() -> None:
-    weights, x, given = example(8, 20, 16, 32)
+@pytest.mark.parametrize(("batch", "rows"), [(8, 1), (3, 3)])
+def test_eight_devices_share_the_rows(batch: int, rows: int) -> None:
+    weights, x, given = example(batch, 20, 16, 32)
     placement = sharding.place(sharding.make_mesh(MeshConfig(data=4, fsdp=2)), {})
 
     def on_mesh(weights: Weights, x: Array) -> Array:
         def kernel(gate_up: Array, down: Array, x: Array) -> Array:
-            assert x.shape[0] == 1  # of 8
+            assert x.shape[0] == rows
             return fused({"gate_up": gate_up, "down": down}, x)
 
         return calling.by_rows(kernel, placement, num_weights=2)(weights["gate_up"], weights["down"], x)

@@ -1,6 +1,7 @@
 """What is around a kernel: neither the partitioner nor the planner looks into one, so that here its rows are taken
 apart over the devices, and it says what it computes."""
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -16,13 +17,16 @@ def splits_width(placement: Placement) -> bool:
 
 
 def by_rows(kernel: Callable[..., Array], placement: Placement, num_weights: int) -> Callable[..., Array]:
-    """A kernel of whole weights and then of arrays whose first dimension the devices share."""
+    """A kernel of whole weights and then of arrays whose first dimension the devices share; where they cannot (one
+    puzzle to solve), each computes all of it."""
     mesh, axes = free_axes(placement.mesh)
     if not axes:
         return kernel
 
     def on_each(*arrays: Array) -> Array:
-        rows = PartitionSpec(tuple(axis for axis in ("data", "fsdp") if axis in axes) or None)
+        shared = tuple(axis for axis in ("data", "fsdp") if axis in axes)
+        divides = arrays[-1].shape[0] % math.prod(mesh.shape[axis] for axis in shared) == 0
+        rows = PartitionSpec(shared if shared and divides else None)
         specs = [PartitionSpec()] * num_weights + [rows] * (len(arrays) - num_weights)
         return jax.shard_map(
             kernel, mesh=mesh, axis_names=set(axes), in_specs=tuple(specs), out_specs=rows, check_vma=False
