@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import PartitionSpec
 
-from tinypod.sharding import Placement, free_axes
+from tinypod.kernels.partition import by_rows, splits_width
+from tinypod.sharding import Placement
 
 MIB = 2**20
 # Of one core, by JAX's names for the device; both of them, where it has had two.
@@ -78,7 +78,7 @@ class Settings(NamedTuple):
 
 def suits(stacked: dict[str, Any], num_positions: int, dtype: Any, placement: Placement) -> bool:
     """Whether the kernel can take the place of the plain net. Weights may be abstract."""
-    if placement.mesh is None or placement.kernels != "tpu" or placement.mesh.shape["tensor"] > 1:
+    if placement.mesh is None or placement.kernels != "tpu" or splits_width(placement):
         return False
     num_layers, F, D = stacked["mlp"]["down"].shape
     inner, head = F, LANES
@@ -121,18 +121,15 @@ def apply(
     num_heads: int = 1,
     interpret: bool = False,
 ) -> Array:
-    """All layers to `h + injection`. The partitioner does not look into a kernel: examples are taken apart here."""
+    """All layers to `h + injection`."""
     given = (h_BTD,) if injection_BTD is None else (h_BTD, injection_BTD)
     settings = Settings(num_heads, epsilon, _vmem_bytes(placement), interpret)
-    run = partial(_apply, settings)
-    mesh, axes = free_axes(placement.mesh)
-    if not axes:
-        return run(net, given)
-    rows = PartitionSpec(tuple(axis for axis in ("data", "fsdp") if axis in axes) or None)
-    specs = (PartitionSpec(), rows)
-    return jax.shard_map(run, mesh=mesh, axis_names=set(axes), in_specs=specs, out_specs=rows, check_vma=False)(
-        net, given
-    )
+    weights, structure = jax.tree.flatten(net)
+
+    def run(*arrays: Array) -> Array:
+        return _apply(settings, jax.tree.unflatten(structure, arrays[: len(weights)]), arrays[len(weights) :])
+
+    return by_rows(run, placement, len(weights))(*weights, *given)
 
 
 def _vmem_bytes(placement: Placement) -> int:
