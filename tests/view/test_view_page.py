@@ -31,7 +31,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(runs: Path) -> Iterator[str]:
     """Of the command, started as a user does and ended with Ctrl-C."""
     command = [sys.executable, "-m", "tinypod", "view", str(runs), "--port", "0"]
+    # Tests started in the background of a shell script ignore Ctrl-C, and so would what they start.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        signal.signal(signal.SIGINT, before)
         try:
             assert process.stdout is not None
             line = process.stdout.readline()

@@ -21,7 +21,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tinypod.kernels.calling import by_rows
+from tinypod.kernels.calling import by_rows, splits_width
 from tinypod.sharding import Placement
 
 MIB = 2**20
@@ -77,7 +77,7 @@ class Settings(NamedTuple):
 
 def suits(stacked: dict[str, Any], num_positions: int, dtype: Any, placement: Placement) -> bool:
     """Whether the kernel can take the place of the plain net. Weights may be abstract."""
-    if placement.mesh is None or placement.kernels != "tpu" or placement.mesh.shape["tensor"] > 1:
+    if placement.mesh is None or placement.kernels != "tpu" or splits_width(placement):
         return False
     num_layers, F, D = stacked["mlp"]["down"].shape
     inner, head = F, LANES
