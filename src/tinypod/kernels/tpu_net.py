@@ -21,21 +21,23 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from tinypod.kernels import tpu_layers
 from tinypod.kernels.calling import by_rows, splits_width
+from tinypod.kernels.tpu_layers import (
+    INTERMEDIATE_BYTES,
+    LANES,
+    LARGEST_BLOCK,
+    ROWS,
+    add,
+    dot,
+    dot_last,
+    gated,
+    norm,
+    over_inner,
+    padded,
+    size,
+)
 from tinypod.sharding import Placement
-
-MIB = 2**20
-# Of one core, by JAX's names for the device; both of them, where it has had two.
-VMEM_BYTES = {
-    **dict.fromkeys(("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e"), 128 * MIB),
-    **dict.fromkeys(("TPU v5", "TPU v5p"), 64 * MIB),
-}
-SMALLEST_VMEM_BYTES = 16 * MIB  # a v4's, and what is safe elsewhere
-LANES = 128  # of a register
-INTERMEDIATE_BYTES = 16 * MIB  # more than the compiler takes; it keeps the rest for what is around the kernel
-LARGEST_BLOCK = 8  # examples: more of them no longer make the products faster
-ROWS = 512  # of a product, about: enough that loading the weights does not cost more than using them
-INNER = 512  # of an MLP's inner width at a time
 
 
 class TokenMlp(NamedTuple):
@@ -88,12 +90,12 @@ def suits(stacked: dict[str, Any], num_positions: int, dtype: Any, placement: Pl
     if dtype not in (jnp.bfloat16, jnp.float32) or D % LANES or inner % LANES or head % (LANES // 2):
         return False
     packed = jax.eval_shape(lambda weights: pack(weights, num_positions, dtype), stacked)
-    return _bytes(packed) // num_layers <= _vmem_bytes(placement) // 2
+    return size(packed) // num_layers <= tpu_layers.vmem_of(placement) // 2
 
 
 def pack(stacked: dict[str, Any], num_positions: int, dtype: Any, rope: tuple[Array, Array] | None = None) -> Net:
     """Stacked weights as the model has them, and its table of rotary positions; once for many applications."""
-    none, padding = (0, 0), (0, _padded(num_positions, dtype) - num_positions)
+    none, padding = (0, 0), (0, padded(num_positions, dtype) - num_positions)
     mlp = Mlp(jnp.swapaxes(stacked["mlp"]["gate_up"], 1, 2).astype(dtype), stacked["mlp"]["down"].astype(dtype))
     if "token_mlp" in stacked:
         up_L2FT = jnp.transpose(stacked["token_mlp"]["gate_up"], (0, 2, 3, 1)).astype(dtype)
@@ -122,7 +124,7 @@ def apply(
 ) -> Array:
     """All layers to `h + injection`."""
     given = (h_BTD,) if injection_BTD is None else (h_BTD, injection_BTD)
-    settings = Settings(num_heads, epsilon, _vmem_bytes(placement), interpret)
+    settings = Settings(num_heads, epsilon, tpu_layers.vmem_of(placement), interpret)
     weights, structure = jax.tree.flatten(net)
 
     def run(*arrays: Array) -> Array:
@@ -131,14 +133,8 @@ def apply(
     return by_rows(run, placement, len(weights))(*weights, *given)
 
 
-def _vmem_bytes(placement: Placement) -> int:
-    if placement.mesh is None:
-        return SMALLEST_VMEM_BYTES
-    return VMEM_BYTES.get(placement.mesh.devices.flat[0].device_kind, SMALLEST_VMEM_BYTES)
-
-
 def _apply(settings: Settings, net: Net, given: tuple[Array, ...]) -> Array:
-    if _bytes(net) < settings.vmem_bytes // 3:
+    if size(net) < settings.vmem_bytes // 3:
         return _call(settings, net, given)
     for i in range(net.mlp.down_LFD.shape[0]):
         mixing, mlp = jax.tree.map(lambda weight, i=i: weight[i : i + 1], (net.mixing, net.mlp))
@@ -149,11 +145,11 @@ def _apply(settings: Settings, net: Net, given: tuple[Array, ...]) -> Array:
 def _call(settings: Settings, net: Net, given: tuple[Array, ...]) -> Array:
     B, T, D = given[0].shape
     dtype = given[0].dtype
-    P = _padded(T, dtype)
+    P = padded(T, dtype)
     example_bytes = P * D * dtype.itemsize * (2 * len(given) + 3)  # what moves has two buffers, and one is worked on
-    room = (settings.vmem_bytes * 5 // 8 - _bytes(net)) // example_bytes
+    room = (settings.vmem_bytes * 5 // 8 - size(net)) // example_bytes
     block = 1 << max(1, min(LARGEST_BLOCK, B, room)).bit_length() - 1
-    limit = min(settings.vmem_bytes * 15 // 16, _bytes(net) + block * example_bytes + INTERMEDIATE_BYTES)
+    limit = min(settings.vmem_bytes * 15 // 16, size(net) + block * example_bytes + INTERMEDIATE_BYTES)
     examples = pl.BlockSpec((block, T, D), lambda i: (i, 0, 0))
     whole = jax.tree.map(
         lambda weight: pl.BlockSpec(weight.shape, lambda i: (0,) * weight.ndim, pipeline_mode=pl.Buffered(1)), net
@@ -174,19 +170,20 @@ def _call(settings: Settings, net: Net, given: tuple[Array, ...]) -> Array:
 
 
 def _cost(settings: Settings, net: Net, given: tuple[Array, ...]) -> pl.CostEstimate:
-    """As the plain formula counts: padding is not work that anybody asked for."""
+    """With padded positions: they take time as others do."""
     B, T, D = given[0].shape
+    P = padded(T, given[0].dtype)
     num_layers, F, _ = net.mlp.down_LFD.shape
-    products, exponentials = 3 * T * D * F, T * F
+    products, exponentials = 3 * P * D * F, P * F
     if isinstance(net.mixing, TokenMlp):
         token_F = net.mixing.down_LPF.shape[-1]
-        products, exponentials = products + 3 * T * D * token_F, exponentials + token_F * D
+        products, exponentials = products + 3 * P * D * token_F, exponentials + token_F * D
     else:
-        products, exponentials = products + 4 * T * D * D + 2 * T * T * D, exponentials + settings.num_heads * T * T
+        products, exponentials = products + 4 * P * D * D + 2 * P * P * D, exponentials + settings.num_heads * P * P
     return pl.CostEstimate(
         flops=2 * B * num_layers * products,
         transcendentals=B * num_layers * exponentials,
-        bytes_accessed=_bytes((net, given, given[0])),
+        bytes_accessed=size((net, given, given[0])),
     )
 
 
@@ -207,26 +204,25 @@ def _kernel(settings: Settings, net: Net, given_refs: tuple[Any, ...], out_ref: 
         @pl.loop(0, block)
         def mix(i: Any) -> None:
             if isinstance(net.mixing, TokenMlp):
-                x_ref[i] = _add_norm(x_ref[i], _token_mlp(net.mixing, layer, x_ref[i]), 0, T, epsilon)
+                x_ref[i] = norm(add(x_ref[i], _token_mlp(net.mixing, layer, x_ref[i])), 0, T, epsilon)
             else:
                 y_PD = _attention(net.mixing, net.rotation, layer, x_ref[i], T, settings.num_heads)
-                x_ref[i] = _add_norm(x_ref[i], y_PD, 1, D, epsilon)
+                x_ref[i] = norm(add(x_ref[i], y_PD), 1, D, epsilon)
 
         group = math.gcd(block, max(1, ROWS // P))
-        rows, step = group * P, math.gcd(F, INNER)
+        rows = group * P
 
         @pl.loop(0, block // group)
         def widen(i: Any) -> None:
             examples = pl.ds(i * group, group)
             x_RD = x_ref[examples].reshape(rows, D)
 
-            def part(j: Any, y_RD: Array) -> Array:
-                inner = pl.ds(pl.multiple_of(j * step, step), step)
-                gate_RF, up_RF = (_dot(x_RD, up_ref[layer, one, :, inner]) for one in (0, 1))
-                return y_RD + _dot(_gated(gate_RF, up_RF, dtype), down_ref[layer, inner])
+            def part(inner: Any, y_RD: Array) -> Array:
+                gate_RF, up_RF = (dot(x_RD, up_ref[layer, one, :, inner]) for one in (0, 1))
+                return y_RD + dot(gated(gate_RF, up_RF, dtype), down_ref[layer, inner])
 
-            y_RD = jax.lax.fori_loop(0, F // step, part, jnp.zeros((rows, D), jnp.float32))
-            x_ref[examples] = _add_norm(x_RD, y_RD, 1, D, epsilon).reshape(group, P, D)
+            y_RD = over_inner(F, part, jnp.zeros((rows, D), jnp.float32))
+            x_ref[examples] = norm(add(x_RD, y_RD), 1, D, epsilon).reshape(group, P, D)
 
     @pl.loop(0, block)
     def finish(i: Any) -> None:
@@ -234,8 +230,8 @@ def _kernel(settings: Settings, net: Net, given_refs: tuple[Any, ...], out_ref: 
 
 
 def _token_mlp(refs: TokenMlp, layer: Any, x_PD: Array) -> Array:
-    gate_FD, up_FD = (_dot(refs.up_L2FP[layer, one], x_PD) for one in (0, 1))
-    return _dot(refs.down_LPF[layer], _gated(gate_FD, up_FD, x_PD.dtype))
+    gate_FD, up_FD = (dot(refs.up_L2FP[layer, one], x_PD) for one in (0, 1))
+    return dot(refs.down_LPF[layer], gated(gate_FD, up_FD, x_PD.dtype))
 
 
 def _attention(
@@ -243,21 +239,19 @@ def _attention(
 ) -> Array:
     P, D = x_PD.shape
     H, dtype = D // num_heads, x_PD.dtype
-    q_PD, k_PD, v_PD = (_dot(x_PD, refs.qkv_L3DD[layer, one]).astype(dtype) for one in range(3))
+    q_PD, k_PD, v_PD = (dot(x_PD, refs.qkv_L3DD[layer, one]).astype(dtype) for one in range(3))
     if rotation is not None:
         q_PD, k_PD = _rotate(q_PD, rotation, H), _rotate(k_PD, rotation, H)
     is_padding_PP = jax.lax.broadcasted_iota(jnp.int32, (P, P), 1) >= num_positions
     y_PD = jnp.zeros((P, D), jnp.float32)
     for head in range(num_heads):
         channels = slice(head * H, (head + 1) * H)
-        scores_PP = jax.lax.dot_general(
-            q_PD[:, channels], k_PD[:, channels], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-        )
+        scores_PP = dot_last(q_PD[:, channels], k_PD[:, channels])
         scores_PP = jnp.where(is_padding_PP, -jnp.inf, scores_PP * (1 / math.sqrt(H)))
         powers_PP = jnp.exp(scores_PP - jnp.max(scores_PP, axis=1, keepdims=True))
         weights_PP = (powers_PP / jnp.sum(powers_PP, axis=1, keepdims=True)).astype(dtype)
-        y_PH = _dot(weights_PP, v_PD[:, channels]).astype(dtype)
-        y_PD += _dot(y_PH, refs.out_LDD[layer, channels])
+        y_PH = dot(weights_PP, v_PD[:, channels]).astype(dtype)
+        y_PD += dot(y_PH, refs.out_LDD[layer, channels])
     return y_PD
 
 
@@ -267,30 +261,3 @@ def _rotate(x_PD: Array, rotation: Rotation, H: int) -> Array:
     is_first = jax.lax.broadcasted_iota(jnp.int32, x32.shape, 1) % H < H // 2
     other = jnp.where(is_first, pltpu.roll(x32, D - H // 2, 1), pltpu.roll(x32, H // 2, 1))
     return (x32 * rotation.cos_PD[...] + other * rotation.sin_PD[...]).astype(x_PD.dtype)
-
-
-def _dot(a: Array, b: Array) -> Array:
-    return jnp.dot(a, b, preferred_element_type=jnp.float32)
-
-
-def _gated(gate: Array, up: Array, dtype: Any) -> Array:
-    """silu(gate) · up, of products rounded as the plain formula rounds them."""
-    half, up = (0.5 * gate.astype(dtype).astype(jnp.float32), up.astype(dtype).astype(jnp.float32))
-    # A TPU has tanh; for a sigmoid it divides, and the token MLP waits for that more than for its products.
-    return (half * (jnp.tanh(half) + 1) * up).astype(dtype)
-
-
-def _add_norm(x: Array, y: Array, dim: int, count: int, epsilon: float) -> Array:
-    """RMS norm of x + y over a dim that has `count` values and zeros."""
-    total = (x.astype(jnp.float32) + y.astype(x.dtype).astype(jnp.float32)).astype(x.dtype).astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.sum(jnp.square(total), axis=dim, keepdims=True) / count + epsilon)
-    return (total * scale).astype(x.dtype)
-
-
-def _padded(T: int, dtype: Any) -> int:
-    rows = 32 // jnp.dtype(dtype).itemsize  # of a register: values of two bytes lie in pairs
-    return -(-T // rows) * rows
-
-
-def _bytes(tree: Any) -> int:
-    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(tree))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from tinypod.kernels import attention as kernels
-from tinypod.kernels import short_attention, token_mixing
+from tinypod.kernels import short_attention, token_mixing, tpu_layers
 from tinypod.sharding import Placement
 
 TRUNCATED_STD = 0.8796256610342398  # std of a unit normal cut at ±2
@@ -60,34 +60,6 @@ def swiglu(params: dict[str, Array], x_BTD: Array) -> Array:
     return linear(jax.nn.silu(gate_up_BT2F[:, :, 0]) * gate_up_BT2F[:, :, 1], params["down"])
 
 
-LARGEST_FP8 = 448.0  # of float8_e4m3fn
-
-
-def _to_fp8(x: Array, scale: Array | float) -> Array:
-    """Of x times a scale; what is too large becomes the largest, not NaN."""
-    scaled = jnp.clip(x.astype(jnp.float32) * scale, -LARGEST_FP8, LARGEST_FP8)
-    return scaled.astype(jnp.float8_e4m3fn)
-
-
-def _fp8_linear(x: Array, x_scale: float, weight: Array) -> Array:
-    """A product of 8-bit floats, which a Hopper GPU computes twice as fast."""
-    weight_scale = LARGEST_FP8 / (jnp.max(jnp.abs(weight)) + 1e-30)
-    product = jax.lax.dot_general(
-        _to_fp8(x, x_scale),
-        _to_fp8(weight, weight_scale),
-        (((x.ndim - 1,), (0,)), ((), ())),
-        preferred_element_type=x.dtype,
-    )
-    return (product.astype(jnp.float32) * (1 / (x_scale * weight_scale))).astype(x.dtype)
-
-
-def fp8_swiglu(params: dict[str, Array], x_BTD: Array) -> Array:
-    """For inputs that an RMS norm bounds by the root of their width; gated values have a scale of their own."""
-    bound = math.sqrt(x_BTD.shape[-1])
-    gate_BTF, up_BTF = (_fp8_linear(x_BTD, LARGEST_FP8 / bound, params["gate_up"][:, i]) for i in range(2))
-    return _fp8_linear(jax.nn.silu(gate_BTF) * up_BTF, 8.0, params["down"])
-
-
 def token_swiglu(params: dict[str, Array], x_BTD: Array) -> Array:
     """SwiGLU over the positions, the same for every channel; without the transposes that its definition suggests."""
     gate_up_B2FD = jnp.einsum("btd,tcf->bcfd", x_BTD, params["gate_up"].astype(x_BTD.dtype))
@@ -97,8 +69,15 @@ def token_swiglu(params: dict[str, Array], x_BTD: Array) -> Array:
 
 def token_block(params: dict[str, Array], x_BTD: Array, placement: Placement) -> Array:
     """Token mixing, the residual and the norm along the positions."""
-    fused = token_mixing.fused(params["gate_up"], params["down"], x_BTD, RMS_EPSILON, placement)
+    arguments = params["gate_up"], params["down"], x_BTD, RMS_EPSILON, placement
+    fused = tpu_layers.token_block(*arguments) if placement.kernels == "tpu" else token_mixing.fused(*arguments)
     return rms_norm(x_BTD + token_swiglu(params, x_BTD), axis=1) if fused is None else fused
+
+
+def mlp_block(params: dict[str, Array], x_BTD: Array, placement: Placement) -> Array:
+    """SwiGLU over the channels, the residual and the norm."""
+    fused = tpu_layers.channel_block(params["gate_up"], params["down"], x_BTD, RMS_EPSILON, placement)
+    return rms_norm(x_BTD + swiglu(params, x_BTD)) if fused is None else fused
 
 
 def rope_tables(num_positions: int, head_dim: int, theta: float) -> tuple[Array, Array]:
