@@ -12,7 +12,7 @@ import pytest
 from tinypod import config as configs
 from tinypod import sharding
 from tinypod.experiment import ExperimentConfig, build
-from tinypod.kernels import tpu_net
+from tinypod.kernels import tpu_layers, tpu_net
 from tinypod.models import layers, trm
 from tinypod.sharding import ANYWHERE, MeshConfig, Placement
 from tpu import needs_compiler, run
@@ -98,7 +98,7 @@ def test_little_memory_takes_a_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) 
     expected = plain(config, params, h, injection)
 
     def count_calls(vmem_bytes: int) -> int:
-        monkeypatch.setattr(tpu_net, "SMALLEST_VMEM_BYTES", vmem_bytes)
+        monkeypatch.setattr(tpu_layers, "_OTHER", tpu_layers._OTHER._replace(vmem_bytes=vmem_bytes))
         np.testing.assert_allclose(fused(config, params, h, injection), expected, atol=1e-5)
         return str(jax.make_jaxpr(partial(fused, config))(params, h, injection)).count("pallas_call[")
 
@@ -217,7 +217,9 @@ def test_a_step_with_it_lowers_for_a_tpu(config: str, mesh: str, monkeypatch: py
     experiment = build(configs.load(config, overrides, ExperimentConfig), planned=True)
     with jax.numpy_dtype_promotion("standard"):  # attention of jax.nn in bfloat16 is not strict
         lowered = experiment.train_step.trace(*experiment.abstract_inputs).lower(lowering_platforms=("tpu",))
-    assert "tpu_custom_call" in lowered.as_text()
+    text = lowered.as_text()
+    assert all(name in text for name in ("recursion_net", "channel_mlp", "channel_mlp_backward"))
+    assert ("token_mixing_backward" in text) == config.endswith("mlp")
 
 
 PROGRAM = """
@@ -225,7 +227,7 @@ import json, sys
 import jax, jax.numpy as jnp
 from jax.experimental import topologies
 from tinypod import sharding
-from tinypod.kernels import tpu_net
+from tinypod.kernels import tpu_layers, tpu_net
 from tinypod.models import layers, trm
 from tinypod.planning import slices
 

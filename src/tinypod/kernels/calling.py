@@ -35,6 +35,11 @@ def by_rows(kernel: Callable[..., Array], placement: Placement, num_weights: int
     return on_each
 
 
+def stated_share(share: float) -> dict[str, str]:
+    """Of the chip's peak, as metadata of a TPU kernel, whose cost states the products; the planner reads it."""
+    return {"share_of_peak": f"{share:.3f}"}
+
+
 def stated_cost(multiplications: int) -> dict[str, str]:
     """Of matrix products, as metadata of a Triton kernel, which has no other place for them; the planner reads it."""
     return {"flops": str(2 * multiplications)}

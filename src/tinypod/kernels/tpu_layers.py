@@ -20,16 +20,36 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tinypod.kernels.calling import by_rows, splits_width
+from tinypod.kernels.calling import by_rows, splits_width, stated_share
 from tinypod.sharding import Placement
 
 MIB = 2**20
-# Of one core, by JAX's names for the device; both of them, where it has had two.
-VMEM_BYTES = {
-    **dict.fromkeys(("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e"), 128 * MIB),
-    **dict.fromkeys(("TPU v5", "TPU v5p"), 64 * MIB),
+
+
+class Chip(NamedTuple):
+    """What a kernel has to know of one, and, for plans, what part of its peak the compiler's schedules leave to the
+    products of each part of a layer at the recipes' width of 512 (benchmarks/kernel_cycles.py)."""
+
+    vmem_bytes: int  # of one core
+    channel: float
+    channel_backward: float
+    token: float
+    token_backward: float
+    attention: float
+
+
+_V4 = Chip(16 * MIB, channel=0.89, channel_backward=0.81, token=0.67, token_backward=0.68, attention=0.37)
+_V5E = Chip(128 * MIB, channel=0.92, channel_backward=0.93, token=0.78, token_backward=0.82, attention=0.44)
+_V5P = Chip(64 * MIB, channel=0.91, channel_backward=0.93, token=0.78, token_backward=0.81, attention=0.43)
+_V6E = Chip(128 * MIB, channel=0.73, channel_backward=0.75, token=0.33, token_backward=0.34, attention=0.14)
+_OTHER = _V6E._replace(vmem_bytes=_V4.vmem_bytes)  # the least of each
+# By JAX's names for the device; both of them, where it has had two.
+CHIPS = {
+    "TPU v4": _V4,
+    **dict.fromkeys(("TPU v5 lite", "TPU v5e"), _V5E),
+    **dict.fromkeys(("TPU v5", "TPU v5p"), _V5P),
+    **dict.fromkeys(("TPU v6 lite", "TPU v6e"), _V6E),
 }
-SMALLEST_VMEM_BYTES = 16 * MIB  # a v4's, and what is safe elsewhere
 LANES = 128  # of a register
 INTERMEDIATE_BYTES = 16 * MIB  # more than the compiler takes; it keeps the rest for what is around the kernel
 LARGEST_BLOCK = 8  # examples: more of them no longer make the products faster
@@ -40,7 +60,7 @@ CORES = 2  # that may share a chip: each adds up gradients of weights of its own
 
 class Settings(NamedTuple):
     epsilon: float
-    vmem_bytes: int
+    chip: Chip
     interpret: bool
 
 
@@ -61,18 +81,16 @@ def _fused(
 ) -> Array | None:
     if placement.kernels != "tpu" or splits_width(placement) or x_BTD.dtype not in (jnp.bfloat16, jnp.float32):
         return None
-    vmem_bytes, dtype = vmem_of(placement), x_BTD.dtype
-    weights_bytes = (gate_up.size + down.size) * dtype.itemsize
-    if x_BTD.shape[2] % LANES or down.shape[0] % LANES or 2 * weights_bytes > vmem_bytes:
+    chip = chip_of(placement)
+    weights_bytes = (gate_up.size + down.size) * x_BTD.dtype.itemsize
+    if x_BTD.shape[2] % LANES or down.shape[0] % LANES or 2 * weights_bytes > chip.vmem_bytes:
         return None
-    settings = Settings(epsilon, vmem_bytes, interpret=False)
+    settings = Settings(epsilon, chip, interpret=False)
     return by_rows(lambda *arrays: kernel(*arrays, settings), placement, num_weights=2)(gate_up, down, x_BTD)
 
 
-def vmem_of(placement: Placement) -> int:
-    if placement.mesh is None:
-        return SMALLEST_VMEM_BYTES
-    return VMEM_BYTES.get(placement.mesh.devices.flat[0].device_kind, SMALLEST_VMEM_BYTES)
+def chip_of(placement: Placement) -> Chip:
+    return _OTHER if placement.mesh is None else CHIPS.get(placement.mesh.devices.flat[0].device_kind, _OTHER)
 
 
 # The token MLP
@@ -115,7 +133,11 @@ def _tokens_forward(
                 outs[1][i] = r_PD[:T]
 
     outs = [jax.ShapeDtypeStruct(x_BTD.shape, dtype)] * (1 + keep)
-    return _call("token_mixing", kernel, settings, weights, (x_BTD,), outs, multiplications=3 * B * T * D * F)
+    return _call(
+        *("token_mixing", kernel, settings, weights, (x_BTD,), outs),
+        multiplications=3 * B * T * D * F,
+        share=settings.chip.token,
+    )
 
 
 def _mix_tokens_backward(settings: Settings, saved: Any, dy_BTD: Array) -> tuple[Array, Array, Array]:
@@ -156,6 +178,7 @@ def _mix_tokens_backward(settings: Settings, saved: Any, dy_BTD: Array) -> tuple
         outs=[jax.ShapeDtypeStruct(x_BTD.shape, dtype)],
         sums=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, F, P), (F, P))],
         multiplications=8 * B * T * D * F,
+        share=settings.chip.token_backward,
     )
     d_gate_up_T2F = jnp.transpose(d_up_C2FP.sum(axis=0)[:, :, :T], (2, 0, 1))
     return d_gate_up_T2F.astype(gate_up_T2F.dtype), d_down_CFP.sum(axis=0)[:, :T].astype(down_FT.dtype), dx_BTD
@@ -208,6 +231,7 @@ def _channels_forward(
     return _call(
         *("channel_mlp", kernel, settings, weights, (x_BTD,), outs),
         multiplications=3 * B * T * D * F,
+        share=settings.chip.channel,
         most_rows=ROWS,
     )
 
@@ -246,6 +270,7 @@ def _mix_channels_backward(settings: Settings, saved: Any, dy_BTD: Array) -> tup
         given=(x_BTD, r_BTD, dy_BTD),
         outs=[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes],
         multiplications=5 * B * T * D * F,
+        share=settings.chip.channel_backward,
         most_rows=ROWS,
     )
     x_BPD = jnp.pad(x_BTD, ((0, 0), (0, P - T), (0, 0)))
@@ -273,11 +298,12 @@ def _call(
     outs: Sequence[jax.ShapeDtypeStruct],
     *,
     multiplications: int,
+    share: float,
     sums: Sequence[jax.ShapeDtypeStruct] = (),
     most_rows: int = 1,
 ) -> Sequence[Array]:
     """Over blocks of examples, of which the kernel takes groups of about `most_rows` rows. `sums`: over all examples,
-    by the core that added them up."""
+    by the core that added them up. `share`: of the chip's peak."""
     B, T, D = given[0].shape
     dtype = given[0].dtype
     P = padded(T, dtype)
@@ -285,7 +311,7 @@ def _call(
     moved = P * sum(widths) * dtype.itemsize
     example_bytes = 2 * moved + len(given) * P * D * dtype.itemsize  # what moves has two buffers
     whole_bytes = size((*weights, *sums))
-    room = max(0, settings.vmem_bytes * 3 // 4 - whole_bytes) // example_bytes
+    room = max(0, settings.chip.vmem_bytes * 3 // 4 - whole_bytes) // example_bytes
     block = 1 << max(1, min(LARGEST_BLOCK, B, room)).bit_length() - 1
     blocks = pl.cdiv(B, block)
     cores = CORES if blocks % CORES == 0 else 1
@@ -311,7 +337,7 @@ def _call(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary" if sums else "parallel"),
             vmem_limit_bytes=min(
-                settings.vmem_bytes * 15 // 16, whole_bytes + block * example_bytes + INTERMEDIATE_BYTES
+                settings.chip.vmem_bytes * 15 // 16, whole_bytes + block * example_bytes + INTERMEDIATE_BYTES
             ),
         ),
         cost_estimate=pl.CostEstimate(
@@ -320,6 +346,7 @@ def _call(
             bytes_accessed=size((*weights, *given, *outs, *sums)),
         ),
         interpret=settings.interpret,
+        metadata=stated_share(share),
         name=name,
     )(*weights, *given)
     return found

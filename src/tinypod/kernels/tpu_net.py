@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tinypod.kernels import tpu_layers
-from tinypod.kernels.calling import by_rows, splits_width
+from tinypod.kernels.calling import by_rows, splits_width, stated_share
 from tinypod.kernels.tpu_layers import (
     INTERMEDIATE_BYTES,
     LANES,
@@ -73,7 +73,7 @@ class Net(NamedTuple):
 class Settings(NamedTuple):
     num_heads: int
     epsilon: float
-    vmem_bytes: int
+    chip: tpu_layers.Chip
     interpret: bool
 
 
@@ -90,7 +90,7 @@ def suits(stacked: dict[str, Any], num_positions: int, dtype: Any, placement: Pl
     if dtype not in (jnp.bfloat16, jnp.float32) or D % LANES or inner % LANES or head % (LANES // 2):
         return False
     packed = jax.eval_shape(lambda weights: pack(weights, num_positions, dtype), stacked)
-    return size(packed) // num_layers <= tpu_layers.vmem_of(placement) // 2
+    return size(packed) // num_layers <= tpu_layers.chip_of(placement).vmem_bytes // 2
 
 
 def pack(stacked: dict[str, Any], num_positions: int, dtype: Any, rope: tuple[Array, Array] | None = None) -> Net:
@@ -124,7 +124,7 @@ def apply(
 ) -> Array:
     """All layers to `h + injection`."""
     given = (h_BTD,) if injection_BTD is None else (h_BTD, injection_BTD)
-    settings = Settings(num_heads, epsilon, tpu_layers.vmem_of(placement), interpret)
+    settings = Settings(num_heads, epsilon, tpu_layers.chip_of(placement), interpret)
     weights, structure = jax.tree.flatten(net)
 
     def run(*arrays: Array) -> Array:
@@ -134,7 +134,7 @@ def apply(
 
 
 def _apply(settings: Settings, net: Net, given: tuple[Array, ...]) -> Array:
-    if size(net) < settings.vmem_bytes // 3:
+    if size(net) < settings.chip.vmem_bytes // 3:
         return _call(settings, net, given)
     for i in range(net.mlp.down_LFD.shape[0]):
         mixing, mlp = jax.tree.map(lambda weight, i=i: weight[i : i + 1], (net.mixing, net.mlp))
@@ -147,9 +147,10 @@ def _call(settings: Settings, net: Net, given: tuple[Array, ...]) -> Array:
     dtype = given[0].dtype
     P = padded(T, dtype)
     example_bytes = P * D * dtype.itemsize * (2 * len(given) + 3)  # what moves has two buffers, and one is worked on
-    room = (settings.vmem_bytes * 5 // 8 - size(net)) // example_bytes
+    room = (settings.chip.vmem_bytes * 5 // 8 - size(net)) // example_bytes
     block = 1 << max(1, min(LARGEST_BLOCK, B, room)).bit_length() - 1
-    limit = min(settings.vmem_bytes * 15 // 16, size(net) + block * example_bytes + INTERMEDIATE_BYTES)
+    limit = min(settings.chip.vmem_bytes * 15 // 16, size(net) + block * example_bytes + INTERMEDIATE_BYTES)
+    cost, share = _cost(settings, net, given)
     examples = pl.BlockSpec((block, T, D), lambda i: (i, 0, 0))
     whole = jax.tree.map(
         lambda weight: pl.BlockSpec(weight.shape, lambda i: (0,) * weight.ndim, pipeline_mode=pl.Buffered(1)), net
@@ -163,28 +164,31 @@ def _call(settings: Settings, net: Net, given: tuple[Array, ...]) -> Array:
         scratch_shapes=[pltpu.VMEM((block, P, D), dtype)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=limit),
         input_output_aliases={len(jax.tree.leaves(net)): 0},  # in place: a loop would copy what it carries
-        cost_estimate=_cost(settings, net, given),
+        cost_estimate=cost,
         interpret=settings.interpret,
+        metadata=stated_share(share),
         name="recursion_net",
     )(net, given)
 
 
-def _cost(settings: Settings, net: Net, given: tuple[Array, ...]) -> pl.CostEstimate:
-    """With padded positions: they take time as others do."""
-    B, T, D = given[0].shape
+def _cost(settings: Settings, net: Net, given: tuple[Array, ...]) -> tuple[pl.CostEstimate, float]:
+    """With padded positions: they take time as others do. Also the share of the chip's peak."""
+    (B, T, D), chip = given[0].shape, settings.chip
     P = padded(T, given[0].dtype)
     num_layers, F, _ = net.mlp.down_LFD.shape
-    products, exponentials = 3 * P * D * F, P * F
+    widen, exponentials = 3 * P * D * F, P * F
     if isinstance(net.mixing, TokenMlp):
         token_F = net.mixing.down_LPF.shape[-1]
-        products, exponentials = products + 3 * P * D * token_F, exponentials + token_F * D
+        mix, mix_share, exponentials = 3 * P * D * token_F, chip.token, exponentials + token_F * D
     else:
-        products, exponentials = products + 4 * P * D * D + 2 * P * P * D, exponentials + settings.num_heads * P * P
-    return pl.CostEstimate(
-        flops=2 * B * num_layers * products,
+        mix, mix_share = 4 * P * D * D + 2 * P * P * D, chip.attention
+        exponentials += settings.num_heads * P * P
+    cost = pl.CostEstimate(
+        flops=2 * B * num_layers * (widen + mix),
         transcendentals=B * num_layers * exponentials,
         bytes_accessed=size((net, given, given[0])),
     )
+    return cost, (widen + mix) / (widen / chip.channel + mix / mix_share)
 
 
 def _kernel(settings: Settings, net: Net, given_refs: tuple[Any, ...], out_ref: Any, x_ref: Any) -> None:

@@ -3,8 +3,8 @@
 A plan is the analysis of the compiled step (`analysis.py`), which is kept in a cache, and a prediction from it:
 
 * on the chip, for each kernel, the TPU compiler's own estimate of its cycles, but never less than its roofline (matrix
-  products by peak speed, bytes by HBM bandwidth). Of our own kernels it has no estimate: they state their products and
-  bytes, and get the share of the peak that the compiler expects of a large product;
+  products by peak speed, bytes by HBM bandwidth). Of our own kernels it has no estimate: they state their products,
+  bytes, and the share of the peak that its schedules leave them;
 * between chips, what each sends as if nothing else happened meanwhile: the compiler overlaps some of it.
 
 The method has not been compared with a TPU. `docs/performance.md` compares the roofline with an H200.
@@ -241,24 +241,19 @@ def _eval_steps(config: ExperimentConfig, task: Task) -> float | None:
 def predict_for(work: Program, target: Slice) -> Prediction:
     generation = target.generation
     peak, bandwidth = (x / generation.devices_per_chip for x in (generation.peak_bf16, generation.hbm_bandwidth))
-    return predict(work, peak, bandwidth, generation.clock, _interconnect_s(work, target), generation.product_share)
+    return predict(work, peak, bandwidth, generation.clock, _interconnect_s(work, target))
 
 
 def predict(
-    work: Program,
-    peak: float,
-    bandwidth: float,
-    clock: float | None,
-    interconnect_s: float | None,
-    product_share: float = 1.0,
+    work: Program, peak: float, bandwidth: float, clock: float | None, interconnect_s: float | None
 ) -> Prediction:
-    """At so many FLOP/s and bytes/s of a device; without a `clock`, the compiler's cycles are left aside.
-    `product_share`: of the peak, for kernels without cycles."""
+    """At so many FLOP/s and bytes/s of a device; without a `clock`, the compiler's cycles are left aside."""
     on_chip_s = estimated_s = 0.0
     for kernel in work.kernels:
         estimate_s = kernel.cycles / clock if clock is not None and kernel.cycles is not None else None
-        product_s = kernel.flops / peak / (product_share if estimate_s is None else 1.0)
-        seconds = kernel.runs * max(product_s, kernel.hbm_bytes / bandwidth, estimate_s or 0.0)
+        if kernel.share is not None:
+            estimate_s = kernel.flops / peak / kernel.share
+        seconds = kernel.runs * max(kernel.flops / peak, kernel.hbm_bytes / bandwidth, estimate_s or 0.0)
         on_chip_s += seconds
         estimated_s += seconds * (estimate_s is not None)
     parts = {"compute": work.flops / peak, "HBM": work.hbm_bytes / bandwidth, "interconnect": interconnect_s or 0.0}

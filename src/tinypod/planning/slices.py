@@ -29,19 +29,18 @@ class Generation:
     ici_link: float | None
     ici_links: int
     clock: float  # Hz, of the cycles that the compiler counts: the peak by the products its matrix units do in a cycle
-    product_share: float  # of the peak, that the compiler expects of a large product (benchmarks/compiler_cycles.py)
 
 
 GENERATIONS = {
     generation.name: generation
     for generation in (
         # Cloud TPU v4 runs `megacore`: both cores of a chip are one device. The compiler's default is two.
-        Generation("v4", "megacore", 1, True, 32 * GIB, 30.75 * GIB, 275 * TERA, 1200 * GB, 45 * GB, 6, 1.05e9, 0.93),
-        Generation("v5e", None, 1, False, 16 * GIB, 15.75 * GIB, 197 * TERA, 819 * GB, 45 * GB, 4, 1.50e9, 0.88),
-        Generation("v5p", None, 1, True, 95 * GIB, 95.74 * GIB, 459 * TERA, 2765 * GB, 90 * GB, 6, 1.75e9, 0.90),
-        Generation("v6e", None, 1, False, 32 * GIB, 31.25 * GIB, 918 * TERA, 1638 * GB, 90 * GB, 4, 1.75e9, 0.70),
+        Generation("v4", "megacore", 1, True, 32 * GIB, 30.75 * GIB, 275 * TERA, 1200 * GB, 45 * GB, 6, 1.05e9),
+        Generation("v5e", None, 1, False, 16 * GIB, 15.75 * GIB, 197 * TERA, 819 * GB, 45 * GB, 4, 1.50e9),
+        Generation("v5p", None, 1, True, 95 * GIB, 95.74 * GIB, 459 * TERA, 2765 * GB, 90 * GB, 6, 1.75e9),
+        Generation("v6e", None, 1, False, 32 * GIB, 31.25 * GIB, 918 * TERA, 1638 * GB, 90 * GB, 4, 1.75e9),
         # HBM bandwidth from the compiler's roofline; no document was checked.
-        Generation("tpu7x", None, 2, True, 192 * GIB, 94.75 * GIB, 2307 * TERA, 7372 * GB, None, 6, 2.20e9, 0.81),
+        Generation("tpu7x", None, 2, True, 192 * GIB, 94.75 * GIB, 2307 * TERA, 7372 * GB, None, 6, 2.20e9),
     )
 }
 

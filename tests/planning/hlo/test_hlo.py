@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tinypod.planning.hlo import program as hlo
+from tinypod.planning.planner import predict
 from tpu import needs_compiler, run
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -427,6 +428,19 @@ def test_a_kernel_may_state_its_work(stated: str) -> None:
     text = COLLECTIVE.format(groups="").replace("  ROOT", f"  %c = f32[4]{{0}} custom-call(%p), {stated}\n  ROOT")
     program = hlo.read(text, {"data": 2})
     assert (program.flops, program.opaque_calls) == (4096, ())
+
+
+def test_a_kernel_may_state_its_share_of_the_peak() -> None:
+    stated = (
+        'custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={\n"share_of_peak":"0.250"\n}}, '
+        'backend_config={"cost_estimate":{"flops":"4096"}}'
+    )
+    text = COLLECTIVE.format(groups="").replace("  ROOT", f"  %c = f32[4]{{0}} custom-call(%p), {stated}\n  ROOT")
+    program = hlo.read(text, {"data": 2})
+    assert [kernel.share for kernel in program.kernels if kernel.name == "c"] == [0.25]
+    found = predict(program, peak=4096.0, bandwidth=1e12, clock=1e9, interconnect_s=0.0)
+    assert (found.on_chip_s, found.compute_s) == (pytest.approx(4.0, rel=1e-3), pytest.approx(1.0))
+    assert found.estimated_share == pytest.approx(1.0, rel=1e-3)
 
 
 def test_metadata_of_several_lines_do_not_end_a_computation() -> None:

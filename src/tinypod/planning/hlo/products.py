@@ -50,6 +50,12 @@ def _stated_flops(instruction: Instruction) -> str:
     return find(r'flops(?:\\22|[\\":\s])+(\d+)', instruction.attributes)
 
 
+def stated_share(instruction: Instruction) -> float | None:
+    """Of the chip's peak, in the metadata of a TPU kernel."""
+    stated = find(r'share_of_peak(?:\\22|[\\":\s])+([\d.]+)', instruction.attributes)
+    return float(stated) if stated else None
+
+
 def understood(instruction: Instruction) -> bool:
     target = instruction.target
     known = target.startswith(("__cublas$", "__onednn$matmul")) or target in _PLAIN_CALLS

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tinypod.planning.hlo.groups import Axes
 from tinypod.planning.hlo.hazards import find_unwanted
 from tinypod.planning.hlo.loops import Known, trips
-from tinypod.planning.hlo.products import flops, understood
+from tinypod.planning.hlo.products import flops, stated_share, understood
 from tinypod.planning.hlo.text import COLLECTIVES, Computation, Instruction, Module, parse, words
 from tinypod.planning.hlo.traffic import traffic
 
@@ -40,6 +40,7 @@ class Kernel:
     flops: float
     hbm_bytes: float
     cycles: int | None  # as the TPU compiler estimates
+    share: float | None = None  # of the peak, as a kernel of ours states
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,8 @@ class _Walk:
             self.opaque_calls.append(instruction.target)
         products = flops(self.module, computation, instruction)
         moved = traffic(self.module, computation, instruction)
-        self.kernels.append(Kernel(instruction.name, runs, products, moved, instruction.cycles))
+        share = stated_share(instruction)
+        self.kernels.append(Kernel(instruction.name, runs, products, moved, instruction.cycles, share))
 
     def fused_collectives(self, called: Computation, runs: int) -> None:
         """The TPU compiler puts collectives into fusions: a reduce-scatter, or one that computation hides.
