@@ -121,6 +121,17 @@ def test_fsdp_makes_one_layer_whole_at_a_time(data: Path) -> None:
     assert not whole_layers
 
 
+def test_fsdp_sends_weights_in_the_dtype_of_the_activations(data: Path) -> None:
+    """And adds gradients up in float32. Read before compiling: a CPU would do it all in float32."""
+    built = experiment.build(tiny_config(data, "mesh={data: 1, fsdp: 8}", "model.dtype=bfloat16"))
+    text = built.train_step.lower(*built.abstract_inputs).as_text()
+    placed = [line for line in text.splitlines() if "sharding_constraint" in line and "16x2x48x" in line]
+    whole = [line for line in placed if "fsdp" not in line]
+    assert whole
+    assert all("bf16" in line for line in whole), whole
+    assert any("f32" in line for line in placed if line not in whole), placed
+
+
 def test_a_data_mesh_moves_no_weights(data: Path) -> None:
     built = experiment.build(tiny_config(data, MIXING["attention"]))
     text = built.train_step.lower(*built.abstract_inputs).compile().as_text()

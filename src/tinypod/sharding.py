@@ -13,12 +13,14 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import jax
 import numpy as np
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from pydantic import Field, PositiveInt, model_validator
 
 from tinypod.config import Config
@@ -29,14 +31,21 @@ BATCH_AXES = ("data", "fsdp")  # the axes that the rows of a batch are split ove
 
 Rules = Sequence[tuple[str, PartitionSpec]]
 Tree = Any
-Gather = Callable[[str, Tree], Tree]  # (a top-level name of the parameters, all or one layer of it) -> the same, whole
+
+
+class Gather(Protocol):
+    """Makes weights whole that lie split over `fsdp`, and splits their gradients again at once."""
+
+    def __call__(self, name: str, tree: Tree, dtype: DTypeLike | None = None) -> Tree:
+        """`tree`: what has a top-level name among the parameters, all or one layer of it. `dtype`: in which they are
+        sent and used; as they are stored where it is None."""
 
 
 class Placement(NamedTuple):
     """What a model is told of where it runs."""
 
     mesh: Mesh | None = None
-    gather: Gather | None = None  # makes weights whole that lie split over `fsdp`
+    gather: Gather | None = None  # None: nothing is split over `fsdp`
 
     @property
     def kernels(self) -> Literal["cuda", "hopper", "tpu"] | None:
@@ -247,29 +256,26 @@ def place(mesh: Mesh, specs: Tree) -> Placement:
 
 
 def make_gather(mesh: Mesh, specs: Tree) -> Gather | None:
-    """What makes stored weights whole over `fsdp` where they are used, and splits their gradients again at once.
-
-    None where nothing is split over `fsdp`. Inside a loop over layers only one layer is whole at a time.
-    """
+    """None where nothing is split over `fsdp`. Inside a loop over layers only one layer is whole at a time."""
     if mesh.shape["fsdp"] == 1:
         return None
 
-    def gather_one(weight: Array, spec: PartitionSpec) -> Array:
+    def gather_one(dtype: DTypeLike | None, weight: Array, spec: PartitionSpec) -> Array:
         stored = PartitionSpec(*spec[len(spec) - weight.ndim :])  # one layer has no dimension for the layers
         used = PartitionSpec(*(_without_fsdp(entry) for entry in stored))
 
         @jax.custom_vjp
         def gather(x: Array) -> Array:
-            return constrain(x, used, mesh)
+            return constrain(constrain(x.astype(dtype or x.dtype), stored, mesh), used, mesh)
 
         gather.defvjp(
             lambda x: (gather(x), None),
-            lambda _, grad: (constrain(grad, stored, mesh),),
+            lambda _, grad: (constrain(grad.astype(weight.dtype), stored, mesh),),
         )
         return gather(weight)
 
-    def gather(name: str, tree: Tree) -> Tree:
-        return jax.tree.map(gather_one, tree, specs[name])
+    def gather(name: str, tree: Tree, dtype: DTypeLike | None = None) -> Tree:
+        return jax.tree.map(partial(gather_one, dtype), tree, specs[name])
 
     return gather
 

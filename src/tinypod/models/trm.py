@@ -234,7 +234,7 @@ def make_net(
 
     def block(x_BTD: Array, layer: Params) -> Array:
         if gather is not None:
-            layer = gather(group, layer)
+            layer = gather(group, layer, config.dtype)
         if isinstance(mixing, AttentionMixing):
             x_BTD = layers.rms_norm(x_BTD + layers.attention(layer["attention"], x_BTD, rope, fused))
         else:
@@ -271,7 +271,7 @@ def make_detached_net(
     if not config.fused or not tpu_net.suits(weights["L"], num_positions, dtype, placement):
         return make_net(config, num_positions, placement), weights
     if placement.gather is not None:
-        weights = {name: placement.gather(_group(config), stacked) for name, stacked in weights.items()}
+        weights = {name: placement.gather(_group(config), stacked, dtype) for name, stacked in weights.items()}
     rope = _rope(config, num_positions)
     packed = {name: tpu_net.pack(stacked, num_positions, dtype, rope) for name, stacked in weights.items()}
     num_heads = mixing.num_heads if isinstance(mixing, AttentionMixing) else 1
@@ -298,7 +298,7 @@ def apply(
     With `cycles`, only so many of the config's cycles take effect. Without `gradients` it cannot be differentiated.
     """
     if placement.gather is not None:
-        params = params | {name: placement.gather(name, params[name]) for name in ("embed", "head")}
+        params |= {name: placement.gather(name, params[name], config.dtype) for name in ("embed", "head")}
     x_BTD = embed(config, params, tokens_BS, rows_BE)
     weights = {name: params[f"layers_{name}" if config.separate_nets else "layers"] for name in ("H", "L")}
     live_H, live_L = cycles or (None, None)
