@@ -63,6 +63,13 @@ def test_the_kernels_are_the_half_layers(kind: str, length: int, batch: int) -> 
     assert_close(jax.jit(partial(fused, kind))(*given[:3]), expected[0])  # where nothing is kept for a backward pass
 
 
+def test_a_wide_token_mlp_takes_some_channels_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = make("tokens", 9, 5)
+    expected = with_gradients(partial(plain, "tokens"), *given)
+    monkeypatch.setattr(tpu_layers, "CHANNELS", WIDTH // 4)
+    assert_close(with_gradients(partial(fused, "tokens"), *given), expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [97, 37])
 def test_in_bfloat16_they_are_as_near_to_float32_as_the_plain_formulas(kind: str, length: int) -> None:
@@ -107,6 +114,7 @@ def test_runs_that_are_packed_together_have_weights_of_their_own(kind: str) -> N
         ((8, 97, 512), 1536, "bfloat16", MeshConfig(data=4, tensor=2), False),
         ((8, 97, 512), 1536, "float16", MeshConfig(), False),
         ((8, 97, 512), 1536, "float32", MeshConfig(), False),  # no room for the weights
+        ((8, 901, 512), 1536, "bfloat16", MeshConfig(), False),  # nor for an example
         ((8, 97, 192), 512, "bfloat16", MeshConfig(), False),
         ((8, 97, 512), 200, "bfloat16", MeshConfig(), False),
     ],

@@ -54,7 +54,8 @@ LANES = 128  # of a register
 INTERMEDIATE_BYTES = 16 * MIB  # more than the compiler takes; it keeps the rest for what is around the kernel
 LARGEST_BLOCK = 8  # examples: more of them no longer make the products faster
 ROWS = 512  # of a product, about: enough that loading the weights does not cost more than using them
-INNER = 512  # of an MLP's inner width at a time
+INNER = 512  # of the channel MLP's inner width at a time
+CHANNELS = 512  # of the token MLP's at a time
 CORES = 2  # that may share a chip: each adds up gradients of weights of its own
 
 
@@ -81,12 +82,25 @@ def _fused(
 ) -> Array | None:
     if placement.kernels != "tpu" or splits_width(placement) or x_BTD.dtype not in (jnp.bfloat16, jnp.float32):
         return None
-    chip = chip_of(placement)
-    weights_bytes = (gate_up.size + down.size) * x_BTD.dtype.itemsize
-    if x_BTD.shape[2] % LANES or down.shape[0] % LANES or 2 * weights_bytes > chip.vmem_bytes:
+    settings = Settings(epsilon, chip_of(placement), interpret=False)
+    if x_BTD.shape[2] % LANES or down.shape[0] % LANES or _backward_bytes(kernel, down, x_BTD) > _most(settings):
         return None
-    settings = Settings(epsilon, chip, interpret=False)
     return by_rows(lambda *arrays: kernel(*arrays, settings), placement, num_weights=2)(gate_up, down, x_BTD)
+
+
+def _most(settings: Settings) -> int:
+    return settings.chip.vmem_bytes * 15 // 16
+
+
+def _backward_bytes(kernel: Callable[..., Array], down: Array, x_BTD: Array) -> int:
+    """Of vector memory for one example in the backward pass, which needs more than the other."""
+    (_, T, D), F, dtype = x_BTD.shape, down.shape[0], x_BTD.dtype
+    P = padded(T, dtype)
+    if kernel is mix_tokens:
+        weights, sums, moved, inner = 5 * F * P, 2 * 3 * F * P, 4 * P * D, F * math.gcd(D, CHANNELS)
+    else:
+        weights, sums, moved, inner = 3 * D * F, 0, 5 * P * D + 3 * P * F, P * (math.gcd(F, INNER) + D // 2)
+    return (weights + 2 * moved + 3 * P * D) * dtype.itemsize + 4 * (sums + 6 * inner)
 
 
 def chip_of(placement: Placement) -> Chip:
@@ -113,6 +127,12 @@ def _token_weights(gate_up_T2F: Array, down_FT: Array, dtype: Any) -> tuple[Arra
     return up_2FP, jnp.pad(down_FT.T.astype(dtype), (padding, none))
 
 
+def _channel_blocks(D: int) -> list[slice]:
+    """Channels do not mix here: those that are worked on together only have to fit."""
+    step = math.gcd(D, CHANNELS)
+    return [slice(start, start + step) for start in range(0, D, step)]
+
+
 def _tokens_forward(
     gate_up_T2F: Array, down_FT: Array, x_BTD: Array, settings: Settings, *, keep: bool
 ) -> Sequence[Array]:
@@ -125,12 +145,13 @@ def _tokens_forward(
 
         @pl.loop(0, x_ref.shape[0])
         def mix(i: Any) -> None:
-            x_PD = pad_rows(scratch_ref.at[0, 0], x_ref[i])
-            gate_FD, up_FD = (dot(up_ref[one], x_PD) for one in (0, 1))
-            r_PD = add(x_PD, dot(down_ref[...], gated(gate_FD, up_FD, dtype)))
-            outs[0][i] = norm(r_PD, 0, T, settings.epsilon)[:T]
-            if keep:
-                outs[1][i] = r_PD[:T]
+            for channels in _channel_blocks(D):
+                x_PD = pad_rows(scratch_ref.at[0, 0, :, channels], x_ref[i, :, channels])
+                gate_FD, up_FD = (dot(up_ref[one], x_PD) for one in (0, 1))
+                r_PD = add(x_PD, dot(down_ref[...], gated(gate_FD, up_FD, dtype)))
+                outs[0][i, :, channels] = norm(r_PD, 0, T, settings.epsilon)[:T]
+                if keep:
+                    outs[1][i, :, channels] = r_PD[:T]
 
     outs = [jax.ShapeDtypeStruct(x_BTD.shape, dtype)] * (1 + keep)
     return _call(
@@ -156,21 +177,26 @@ def _mix_tokens_backward(settings: Settings, saved: Any, dy_BTD: Array) -> tuple
             d_up_ref[...] = jnp.zeros(d_up_ref.shape, jnp.float32)
             d_down_ref[...] = jnp.zeros(d_down_ref.shape, jnp.float32)
 
+        def part(i: Any, channels: slice) -> None:
+            x_PD, r_PD, dy_PD = (
+                pad_rows(scratch_ref.at[at, 0, :, channels], ref[i, :, channels])
+                for at, ref in enumerate((x_ref, r_ref, dy_ref))
+            )
+            dr_PD = norm_gradient(r_PD, dy_PD, 0, T, settings.epsilon).astype(dtype)
+            gate_FD, up_FD = (dot(up_ref[half], x_PD) for half in (0, 1))
+            inner_FD, d_gate_FD, d_up_FD = gated_gradients(gate_FD, up_FD, dot(down_T_ref[...], dr_PD), dtype)
+            dx_PD = dr_PD.astype(jnp.float32) + dot(up_T_ref[0], d_gate_FD) + dot(up_T_ref[1], d_up_FD)
+            dx_ref[i, :, channels] = dx_PD.astype(dtype)[:T]
+            d_up_ref[0, 0] += dot_last(d_gate_FD, x_PD)
+            d_up_ref[0, 1] += dot_last(d_up_FD, x_PD)
+            d_down_ref[0] += dot_last(inner_FD, dr_PD)
+
         @pl.loop(0, x_ref.shape[0])
         def turn(i: Any) -> None:
             @pl.when(block * x_ref.shape[0] + i < B)  # beyond them lies what nobody wrote
             def one() -> None:
-                x_PD, r_PD, dy_PD = (
-                    pad_rows(scratch_ref.at[at, 0], ref[i]) for at, ref in enumerate((x_ref, r_ref, dy_ref))
-                )
-                dr_PD = norm_gradient(r_PD, dy_PD, 0, T, settings.epsilon).astype(dtype)
-                gate_FD, up_FD = (dot(up_ref[half], x_PD) for half in (0, 1))
-                inner_FD, d_gate_FD, d_up_FD = gated_gradients(gate_FD, up_FD, dot(down_T_ref[...], dr_PD), dtype)
-                dx_PD = dr_PD.astype(jnp.float32) + dot(up_T_ref[0], d_gate_FD) + dot(up_T_ref[1], d_up_FD)
-                dx_ref[i] = dx_PD.astype(dtype)[:T]
-                d_up_ref[0, 0] += dot_last(d_gate_FD, x_PD)
-                d_up_ref[0, 1] += dot_last(d_up_FD, x_PD)
-                d_down_ref[0] += dot_last(inner_FD, dr_PD)
+                for channels in _channel_blocks(D):
+                    part(i, channels)
 
     P = down_PF.shape[0]
     dx_BTD, d_up_C2FP, d_down_CFP = _call(
@@ -336,9 +362,7 @@ def _call(
         scratch_shapes=[pltpu.VMEM((len(given), group, P, D), dtype)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary" if sums else "parallel"),
-            vmem_limit_bytes=min(
-                settings.chip.vmem_bytes * 15 // 16, whole_bytes + block * example_bytes + INTERMEDIATE_BYTES
-            ),
+            vmem_limit_bytes=min(_most(settings), whole_bytes + block * example_bytes + INTERMEDIATE_BYTES),
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * multiplications * P // T,
