@@ -47,6 +47,11 @@ def attention(case: Case, placement: Placement) -> tuple[Any, Callable[..., Arra
     return jax.tree.map(lambda leaf: 2 * leaf[0], weights), lambda w, x: layers.attention(w, x, rope, placement)
 
 
+def channel_mlp(case: Case, placement: Placement) -> tuple[Any, Callable[..., Array]]:
+    weights = layers.swiglu_init(jax.random.key(1), 1, case.width, 3 * case.width)
+    return jax.tree.map(lambda leaf: leaf[0], weights), lambda w, x: layers.mlp_block(w, x, placement)
+
+
 def with_gradients(function: Callable[..., Array]) -> Callable[..., Any]:
     def run(weights: Any, x: Array, given: Array) -> Any:
         y, pull_back = jax.vjp(function, weights, x)
@@ -80,9 +85,9 @@ def main() -> None:
     print(
         "| layer | batch × positions × width | formula | error | ms forward | ms with backward |\n" + "|---" * 6 + "|"
     )
-    for name, build in (("token mixing", token_mixing), ("attention", attention)):
+    for name, build in (("token mixing", token_mixing), ("channel MLP", channel_mlp), ("attention", attention)):
         for case in CASES:
-            if name == "attention" and not case.heads:
+            if (name == "attention" and not case.heads) or (name == "channel MLP" and case.width % 256):
                 continue
             shape = case.batch, case.positions, case.width
             x, given = (jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16) for seed in (2, 3))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from tinypod.kernels import attention as kernels
-from tinypod.kernels import short_attention, token_mixing, tpu_layers
+from tinypod.kernels import gated_product, short_attention, token_mixing, tpu_layers
 from tinypod.sharding import Placement
 
 TRUNCATED_STD = 0.8796256610342398  # std of a unit normal cut at ±2
@@ -55,9 +55,11 @@ def swiglu_init(key: Array, num_layers: int, width: int, inner: int) -> dict[str
     }
 
 
-def swiglu(params: dict[str, Array], x_BTD: Array) -> Array:
-    gate_up_BT2F = jnp.einsum("btd,dcf->btcf", x_BTD, params["gate_up"].astype(x_BTD.dtype))
-    return linear(jax.nn.silu(gate_up_BT2F[:, :, 0]) * gate_up_BT2F[:, :, 1], params["down"])
+def swiglu(params: dict[str, Array], x_BTD: Array, placement: Placement) -> Array:
+    inner_BTF = gated_product.fused(params["gate_up"], x_BTD, placement)
+    if inner_BTF is None:
+        inner_BTF = gated_product.plain(params["gate_up"], x_BTD)
+    return linear(inner_BTF, params["down"])
 
 
 def token_swiglu(params: dict[str, Array], x_BTD: Array) -> Array:
@@ -77,7 +79,7 @@ def token_block(params: dict[str, Array], x_BTD: Array, placement: Placement) ->
 def mlp_block(params: dict[str, Array], x_BTD: Array, placement: Placement) -> Array:
     """SwiGLU over the channels, the residual and the norm."""
     fused = tpu_layers.channel_block(params["gate_up"], params["down"], x_BTD, RMS_EPSILON, placement)
-    return rms_norm(x_BTD + swiglu(params, x_BTD)) if fused is None else fused
+    return rms_norm(x_BTD + swiglu(params, x_BTD, placement)) if fused is None else fused
 
 
 def rope_tables(num_positions: int, head_dim: int, theta: float) -> tuple[Array, Array]:
