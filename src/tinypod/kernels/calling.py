@@ -3,6 +3,7 @@ apart over the devices, and it says what it computes."""
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import jax
 from jax import Array
@@ -38,6 +39,11 @@ def by_rows(kernel: Callable[..., Array], placement: Placement, num_weights: int
 def stated_share(share: float) -> dict[str, str]:
     """Of the chip's peak, as metadata of a TPU kernel, whose cost states the products; the planner reads it."""
     return {"share_of_peak": f"{share:.3f}"}
+
+
+def stating_cost(multiplications: int) -> AbstractContextManager[None]:
+    """Of matrix products, in the name of what is called inside: a Mosaic GPU kernel has no other place for them."""
+    return jax.named_scope(f"flops={2 * multiplications}")
 
 
 def stated_cost(multiplications: int) -> dict[str, str]:

@@ -20,7 +20,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mosaic
 
-from tinypod.kernels.calling import by_rows, splits_width
+from tinypod.kernels.calling import by_rows, splits_width, stating_cost
 from tinypod.sharding import Placement
 
 PROCESSORS = 132  # of an H100 or H200; each runs one block of threads
@@ -147,7 +147,7 @@ def multiply(gate_up_D2F: Array, x_MD: Array, interpret: Any = None) -> Array:
                     mosaic.copy_gmem_to_smem(weights_ref.at[depth, columns], weights_ring.at[slot(step)], barrier)
 
     shared = partial(mosaic.SMEM, dtype=x_MD.dtype, transforms=tiled)
-    out: Array = mosaic.kernel(
+    call = mosaic.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((M, F), x_MD.dtype),
         scratch_types=[
@@ -164,5 +164,7 @@ def multiply(gate_up_D2F: Array, x_MD: Array, interpret: Any = None) -> Array:
         kernel_name="gated_product",
         compiler_params=mosaic.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(x_MD, in_turn)
+    )
+    with stating_cost(2 * M * D * F):
+        out: Array = call(x_MD, in_turn)
     return out
