@@ -46,7 +46,7 @@ def _flops(computation: Computation, instruction: Instruction) -> float:
 
 
 def _stated_flops(instruction: Instruction) -> str:
-    """What a Pallas kernel says of itself: for TPUs as its cost, for Triton in its metadata, for Mosaic GPU in its name."""
+    """What a Pallas kernel says of itself: for TPUs as its cost, in Triton metadata, or in its name."""
     return find(r'flops(?:\\22|[\\":=\s])+(\d+)', instruction.attributes)
 
 
