@@ -78,7 +78,7 @@ class HealthConfig(Config):
     start_timeout_s: PositiveFloat = 300.0  # until all processes are there; also a wait for data without a beat
     restore_timeout_s: PositiveFloat = 900.0  # to read a checkpoint
     compile_timeout_s: PositiveFloat = 1800.0  # to compile, or to load what was compiled before
-    step_timeout_s: PositiveFloat = 300.0  # for one step
+    step_timeout_s: PositiveFloat = 300.0  # for one step, or those of one dispatch
     evaluate_timeout_s: PositiveFloat = 900.0  # for one batch of an evaluation
     save_timeout_s: PositiveFloat = 900.0  # to save a checkpoint, and to end
     close_timeout_s: PositiveFloat = 1800.0  # to close metrics and checkpoints at the end; W&B may upload for minutes
