@@ -125,7 +125,7 @@ def measure(row: Row, per_dispatch: list[str], rounds: int, folder: Path) -> Non
         if many in known:
             continue
         cold, _ = train(chosen, folder / f"cold_{many}", f"steps={3 * config.log.every_steps}")
-        warm, trained = train(chosen, folder / f"warm_{many}")
+        warm, trained = train(chosen, folder / f"warm_{many}", f"steps={max(config.steps, 3 * config.log.every_steps)}")
         bare = known[many] = in_a_process(chosen, rounds)["ms"]
         one = f"{known[1] / trained:.1%}" if 1 in known else "–"
         print(
