@@ -1,5 +1,6 @@
 """Whole runs: stopped and gone on with, killed, finished, and never traced twice."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import sys
 import time
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,8 +21,9 @@ from rich.console import Console
 from fixtures import CONFIGS, TINY, tiny_config, write_4x4
 from poison import poisoned
 from tinypod import step, tasks, training
+from tinypod.config import load
 from tinypod.errors import CheckpointError, ConfigError
-from tinypod.experiment import build
+from tinypod.experiment import ExperimentConfig, build
 from tinypod.runs import config_history, folder
 from tinypod.runs.checksums import flatten
 from tinypod.runs.folder import Run
@@ -454,3 +457,25 @@ def test_batches_are_left_out_in_the_middle_of_a_dispatch(
 )
 def test_a_dispatch_ends_where_something_else_is_due(data: Path, overrides: tuple[str, ...], expected: int) -> None:
     assert build(tiny_config(data, *MANY, *overrides)).steps_per_dispatch == expected
+
+
+def test_by_default_short_steps_go_to_an_accelerator_together_and_long_ones_alone(data: Path) -> None:
+    device = SimpleNamespace(platform="gpu")
+    mesh: Any = SimpleNamespace(size=1, devices=np.array([device]))
+    auto = (
+        *MANY,
+        "steps_per_dispatch=auto",
+        "log.every_steps=20",
+        "eval.every_steps=400",
+        "checkpoint.every_steps=1000",
+    )
+    small = dataclasses.replace(build(tiny_config(data, *auto)), mesh=mesh)
+    assert small.steps_per_dispatch == 20
+    long = dataclasses.replace(small, task=dataclasses.replace(small.task, flops=lambda training: 10**12))
+    assert long.steps_per_dispatch == 1
+
+
+def test_a_task_whose_batches_the_host_reads_takes_one_step_at_a_time() -> None:
+    assert load("distill/tiny", ["steps_per_dispatch=1"], ExperimentConfig).steps_per_dispatch == 1
+    with pytest.raises(ConfigError, match="steps_per_dispatch=8: the host reads each batch of a task of kind distill"):
+        load("distill/tiny", ["steps_per_dispatch=8"], ExperimentConfig)
