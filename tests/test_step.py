@@ -57,6 +57,25 @@ def test_eight_devices_are_one(data: Path) -> None:
     assert [float(s["loss"]) for s in eight_sums] == pytest.approx([float(s["loss"]) for s in one_sums], rel=1e-5)
 
 
+@pytest.mark.parametrize(("devices", "overrides"), [(1, ("accumulation=2",)), (8, ("mesh={data: 4, fsdp: 2}",))])
+def test_many_steps_in_one_program_are_steps_one_by_one_to_the_bit(
+    data: Path, devices: int, overrides: tuple[str, ...]
+) -> None:
+    """Three at a time; of the second three, only two are steps."""
+    one_by_one, sums = run(data, *overrides, devices=devices, steps=5)
+    built = experiment.build(tiny_config(data, *overrides), jax.devices()[:devices])
+    state, take, many_sums = built.init(), Steps(built), []
+    program = built.compile_steps(take.feed(0), 3)
+    for numbers in ([0, 1, 2], [3, 4, -1]):
+        state, found = program(state, take.settings, built.put(np.array(numbers, np.int32)), take.feed(0))
+        many_sums += [{name: np.asarray(x)[i] for name, x in found.items()} for i in range(3) if numbers[i] >= 0]
+    assert many_sums == sums
+    assert jax.tree.map(np.shape, state) == jax.tree.map(np.shape, one_by_one)
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(one_by_one), strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), jax.tree_util.keystr(path)
+        assert x.sharding == y.sharding, jax.tree_util.keystr(path)
+
+
 def test_a_batch_that_does_not_divide_is_refused(data: Path) -> None:
     with pytest.raises(ConfigError, match=r"12 rows do not divide over 8 devices .*choose a multiple of 8"):
         experiment.build(tiny_config(data, "batch_size=12")).check_batch()

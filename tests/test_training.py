@@ -1,5 +1,6 @@
 """Whole runs: stopped and gone on with, killed, finished, and never traced twice."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import sys
 import time
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,8 +21,9 @@ from rich.console import Console
 from fixtures import CONFIGS, TINY, tiny_config, write_4x4
 from poison import poisoned
 from tinypod import step, tasks, training
+from tinypod.config import load
 from tinypod.errors import CheckpointError, ConfigError
-from tinypod.experiment import build
+from tinypod.experiment import ExperimentConfig, build
 from tinypod.runs import config_history, folder
 from tinypod.runs.checksums import flatten
 from tinypod.runs.folder import Run
@@ -349,14 +352,13 @@ def test_metrics_that_close_slowly_do_not_fail_a_finished_run(
     assert phases[-1] == "closing"
 
 
-def test_the_loop_fetches_only_when_it_logs(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_fetches_each_step_once(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fetches = []
     original = jax.device_get
     monkeypatch.setattr(training.jax, "device_get", lambda x: fetches.append(1) or original(x))
     off = ("eval.every_steps=null", "checkpoint.every_steps=null", "log.every_steps=4", "checkpoint.best=null")
     training.train(tiny_config(data, *off), Run(tmp_path / "run"), quiet())
-    # Steps 4, 8 and 10 log; the one evaluation fetches its sums.
-    assert len(fetches) == 3 + 1
+    assert len(fetches) == 10 + 1  # the sums of the one evaluation
 
 
 def test_metrics_are_json_with_the_names_that_are_documented(straight: Path) -> None:
@@ -373,3 +375,107 @@ def test_metrics_are_json_with_the_names_that_are_documented(straight: Path) -> 
     } <= names
     assert {"eval/exact_accuracy", "eval/cell_accuracy", "eval/halt_accuracy", "eval/steps", "eval/count"} <= names
     assert {"perf/examples_per_s", "perf/step_ms", "perf/model_tflops"} <= names
+
+
+MANY = ("steps_per_dispatch=4", "log.every_steps=4", "eval.every_steps=8", "checkpoint.every_steps=8", "steps=18")
+
+
+@pytest.fixture(scope="module")
+def one_by_one(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eighteen steps, each dispatched by itself."""
+    run_dir = tmp_path_factory.mktemp("one_by_one") / "run"
+    training.train(tiny_config(data, *MANY, "steps_per_dispatch=1"), Run(run_dir), quiet())
+    return run_dir
+
+
+def test_steps_in_one_dispatch_are_the_steps_one_by_one_to_the_bit(
+    data: Path, one_by_one: Path, tmp_path: Path
+) -> None:
+    """Four at a time, and two at the end: the states, every row of metrics, the checkpoints."""
+    outcome = training.train(tiny_config(data, *MANY), Run(tmp_path / "run"), quiet())
+    assert (outcome.step, outcome.experiment.steps_per_dispatch) == (18, 4)
+    assert rows(tmp_path / "run") == rows(one_by_one)
+    assert [row["step"] for row in rows(one_by_one) if "train/loss" in row] == [4, 8, 12, 16, 18]
+    saved = [sorted(p.name for p in (place / "checkpoints").iterdir()) for place in (tmp_path / "run", one_by_one)]
+    assert saved[0] == saved[1]
+    assert_same_states(*(state_at(data, place, 18) for place in (tmp_path / "run", one_by_one)))
+
+
+def test_a_run_resumes_in_the_middle_of_a_dispatch_to_the_bit(data: Path, one_by_one: Path, tmp_path: Path) -> None:
+    """Six steps, the last two dispatched together; then two, to the next point where all is due, and four at a time."""
+    training.train(tiny_config(data, *MANY, "steps=6"), Run(tmp_path / "run"), quiet())
+    outcome = training.train(tiny_config(data, *MANY), Run(tmp_path / "run"), quiet())
+    assert outcome.experiment.steps_per_dispatch == 4
+    logged = [row["step"] for row in rows(tmp_path / "run") if "train/loss" in row]
+    assert logged == [4, 6, 8, 12, 16, 18]
+    assert_same_states(*(state_at(data, place, 18) for place in (tmp_path / "run", one_by_one)))
+
+
+def test_a_stop_is_obeyed_after_the_dispatch_that_it_comes_in(
+    data: Path, one_by_one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beat = training.Health.beat
+
+    def interrupting(self, step=None):
+        if step == 12:
+            os.kill(os.getpid(), signal.SIGTERM)
+        beat(self, step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training.Health, "beat", interrupting)
+        assert training.train(tiny_config(data, *MANY), Run(tmp_path / "run"), quiet()).step == 12
+    assert rows(tmp_path / "run")[-1]["step"] == 12
+    training.train(tiny_config(data, *MANY), Run(tmp_path / "run"), quiet())
+    assert rows(tmp_path / "run") == rows(one_by_one)
+    assert_same_states(*(state_at(data, place, 18) for place in (tmp_path / "run", one_by_one)))
+
+
+def test_batches_are_left_out_in_the_middle_of_a_dispatch(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches 9 to 11 are NaN, and are passed over in both: the run goes back to step 8 and takes 8, 12, 13, …"""
+    monkeypatch.setitem(tasks.KINDS, "puzzle", poisoned(tasks.KINDS["puzzle"], {9, 10, 11}))
+    for many in ("1", "4"):
+        config = tiny_config(data, *MANY, "nonfinite.rollback_after=3", f"steps_per_dispatch={many}")
+        training.train(config, Run(tmp_path / many), quiet())
+        assert json.loads((tmp_path / many / "rollbacks.json").read_text())[0]["batches"] == 3
+    assert rows(tmp_path / "1") == rows(tmp_path / "4")
+    assert_same_states(*(state_at(data, tmp_path / many, 18) for many in ("1", "4")))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), 4),
+        (("steps_per_dispatch=100",), 4),  # no further than the next row of metrics
+        (("steps_per_dispatch=3",), 2),
+        (("checkpoint.every_steps=6",), 2),
+        (("health.replica_check_every_steps=3",), 1),
+        (("eval.every_steps=null", "checkpoint.every_steps=null", "log.every_steps=50", "steps_per_dispatch=30"), 25),
+        (("steps_per_dispatch=auto",), 1),  # on CPUs
+    ],
+)
+def test_a_dispatch_ends_where_something_else_is_due(data: Path, overrides: tuple[str, ...], expected: int) -> None:
+    assert build(tiny_config(data, *MANY, *overrides)).steps_per_dispatch == expected
+
+
+def test_by_default_short_steps_go_to_an_accelerator_together_and_long_ones_alone(data: Path) -> None:
+    device = SimpleNamespace(platform="gpu")
+    mesh: Any = SimpleNamespace(size=1, devices=np.array([device]))
+    auto = (
+        *MANY,
+        "steps_per_dispatch=auto",
+        "log.every_steps=20",
+        "eval.every_steps=400",
+        "checkpoint.every_steps=1000",
+    )
+    small = dataclasses.replace(build(tiny_config(data, *auto)), mesh=mesh)
+    assert small.steps_per_dispatch == 20
+    long = dataclasses.replace(small, task=dataclasses.replace(small.task, flops=lambda training: 10**12))
+    assert long.steps_per_dispatch == 1
+
+
+def test_a_task_whose_batches_the_host_reads_takes_one_step_at_a_time() -> None:
+    assert load("distill/tiny", ["steps_per_dispatch=1"], ExperimentConfig).steps_per_dispatch == 1
+    with pytest.raises(ConfigError, match="steps_per_dispatch=8: the host reads each batch of a task of kind distill"):
+        load("distill/tiny", ["steps_per_dispatch=8"], ExperimentConfig)

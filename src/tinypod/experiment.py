@@ -4,6 +4,7 @@
 knows what a puzzle or a text is: `tinypod.tasks` has the kinds of task.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,10 @@ from tinypod.errors import ConfigError
 from tinypod.optim import Optimizer, OptimizerConfig, build_optimizer
 from tinypod.tasks import KINDS, DataConfig, ModelConfig, TaskConfig
 from tinypod.tasks.task import Metric, Task
+
+# What `steps_per_dispatch: auto` puts into one dispatch: steps that take about as long as the host needs for one.
+DISPATCH_FLOPS = 1e12  # some milliseconds of a small model
+MOST_STEPS = 50
 
 
 class EvalConfig(Config):
@@ -73,7 +78,7 @@ class HealthConfig(Config):
     start_timeout_s: PositiveFloat = 300.0  # until all processes are there; also a wait for data without a beat
     restore_timeout_s: PositiveFloat = 900.0  # to read a checkpoint
     compile_timeout_s: PositiveFloat = 1800.0  # to compile, or to load what was compiled before
-    step_timeout_s: PositiveFloat = 300.0  # for one step
+    step_timeout_s: PositiveFloat = 300.0  # for one step, or those of one dispatch
     evaluate_timeout_s: PositiveFloat = 900.0  # for one batch of an evaluation
     save_timeout_s: PositiveFloat = 900.0  # to save a checkpoint, and to end
     close_timeout_s: PositiveFloat = 1800.0  # to close metrics and checkpoints at the end; W&B may upload for minutes
@@ -98,6 +103,8 @@ class ExperimentConfig(Config):
     batch_size: PositiveInt
     accumulation: PositiveInt = 1  # parts that a batch is computed in, one after the other
     mesh: sharding.MeshConfig = sharding.MeshConfig()
+    # At most so many are given to the devices at a time; auto: many where they are short, and not on CPUs.
+    steps_per_dispatch: PositiveInt | Literal["auto"] = "auto"
     compile_cache: str | None = "auto"  # a folder or gs:// URL; auto: in the user's cache folder; null: none
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = 0.999
     data: DataConfig
@@ -135,6 +142,11 @@ class ExperimentConfig(Config):
             raise ValueError("eval.weights=ema needs ema_decay; set it, or eval.weights=live")
         if self.seed >= 2**31:
             raise ValueError(f"seed={self.seed} must be below 2**31")
+        if self.steps_per_dispatch not in ("auto", 1) and not KINDS[self.task.kind].resident:
+            raise ValueError(
+                f"steps_per_dispatch={self.steps_per_dispatch}: the host reads each batch of a task of kind "
+                f"{self.task.kind}, so that steps are given to the devices one at a time; leave it out"
+            )
         return self
 
     @property
@@ -167,6 +179,7 @@ class Experiment:
     settings: step.Settings  # on the host
     init_state: Callable[[step.Settings], step.TrainState]
     train_step: Any  # (state, settings, number, feed) -> state, sums
+    train_steps: Any  # (state, settings, numbers, feed) -> state, sums of each
 
     def init(self) -> step.TrainState:
         """The state of step 0."""
@@ -211,6 +224,25 @@ class Experiment:
     def compile_step(self, fed: Any) -> Any:
         """For what the feed gives, or its shapes."""
         return self.train_step.lower(*self.abstract_inputs[:3], fed).compile()
+
+    def compile_steps(self, fed: Any, count: int) -> Any:
+        """The program of so many steps."""
+        state, settings, number, _ = self.abstract_inputs
+        numbers = jax.ShapeDtypeStruct((count,), number.dtype, sharding=number.sharding)
+        return self.train_steps.lower(state, settings, numbers, fed).compile()
+
+    @cached_property
+    def steps_per_dispatch(self) -> int:
+        """As many as the config allows that whatever is done every so many steps falls between two dispatches."""
+        config, most = self.config, 1
+        if config.steps_per_dispatch != "auto":
+            most = config.steps_per_dispatch
+        elif KINDS[config.task.kind].resident and self.mesh.devices.flat[0].platform != "cpu":
+            flops = self.task.flops(True) * config.batch_size / self.mesh.size
+            most = max(1, min(MOST_STEPS, int(DISPATCH_FLOPS / max(flops, 1.0))))
+        every = (config.log.every_steps, config.eval.every_steps, config.checkpoint.every_steps)
+        between = math.gcd(*(x for x in (*every, config.health.replica_check_every_steps) if x is not None))
+        return max(count for count in range(1, min(most, between) + 1) if between % count == 0)
 
     @cached_property
     def best(self) -> Metric | None:
@@ -264,6 +296,11 @@ def build(
     train_step = step.make_train_step(task, optimizer, config.accumulation, ema, mesh, specs)
     shardings = _state_shardings(jax.eval_shape(init, settings), specs, mesh)
     whole = sharding.replicated(mesh)
+    compiled: Any = {
+        "donate_argnums": 0,
+        "in_shardings": (shardings, whole, whole, None),  # None: as the feed has put them
+        "out_shardings": (shardings, whole),
+    }
     experiment = Experiment(
         config=config,
         mesh=mesh,
@@ -273,12 +310,8 @@ def build(
         state_shardings=shardings,
         settings=settings,
         init_state=jax.jit(init, out_shardings=shardings),
-        train_step=jax.jit(
-            train_step,
-            donate_argnums=0,
-            in_shardings=(shardings, whole, whole, None),  # None: as the feed has put them
-            out_shardings=(shardings, whole),
-        ),
+        train_step=jax.jit(train_step, **compiled),
+        train_steps=jax.jit(step.make_train_steps(train_step), **compiled),
     )
     assert experiment.best is None or experiment.best.name  # an unknown metric is an error now, not after the training
     return experiment

@@ -154,6 +154,22 @@ def make_train_step(
     return train_step
 
 
+def make_train_steps(train_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Steps on the batches of several numbers, one after the other, in one program: the host is asked for nothing in
+    between. Each of the sums has a leading dimension for the steps. A number below 0 is no step: it is computed and
+    dropped, so that any number of steps up to that of the program is this one program, and a GPU need not ask the host
+    before each of them whether to go on."""
+
+    def train_steps(state: TrainState, settings: Settings, numbers: Array, feed: Tree) -> tuple[TrainState, Tree]:
+        def step(state: TrainState, number: Array) -> tuple[TrainState, dict[str, Array]]:
+            stepped, sums = train_step(state, settings, number, feed)
+            return jax.tree.map(lambda new, old: jnp.where(number >= 0, new, old), stepped, state), sums
+
+        return jax.lax.scan(step, state, numbers)
+
+    return train_steps
+
+
 def _scale_updates(task: Task, updates: Tree, varied: dict[str, Array]) -> Tree:
     """What is not to move now has a factor of 0: an argument of the program, so that changing it compiles nothing."""
 

@@ -1,7 +1,9 @@
 """The loop: restore, step, log, evaluate, save. `_train` reads top to bottom.
 
-Between logging points nothing is fetched from the device. Whatever a checkpoint holds is in `metrics.jsonl` before it
-is saved, so that resuming from it leaves no gap and doubles nothing.
+Where steps are short the devices are given many at a time, as many as lie between two points at which the loop does
+something else; nothing else depends on how many. The devices wait for the host where it evaluates and saves, not where
+it logs (`runs/rows.py`). Whatever a checkpoint holds is in `metrics.jsonl` before it is saved, so that resuming from it
+leaves no gap and doubles nothing.
 
 Every process of a run goes through the same loop and makes the same decisions, from numbers that all have (the step,
 the metrics) or that process 0 broadcasts (its clock). Only process 0 prints, and writes what is written once.
@@ -38,6 +40,7 @@ from tinypod.runs.folder import HEALTH, Run, with_absolute_paths
 from tinypod.runs.lease import own
 from tinypod.runs.metrics import MetricsLog, Stopwatch
 from tinypod.runs.profiling import Profiler
+from tinypod.runs.rows import Rows
 from tinypod.runs.run_log import RunLog, read_scores
 from tinypod.runs.saver import Restored, Saver
 from tinypod.runs.terminal import TrainingProgress, duration, say, size, warn
@@ -45,7 +48,6 @@ from tinypod.sharding import describe_mesh, num_batch_shards
 from tinypod.step import TrainState, evaluation_params
 
 Ends = Callable[[int, dict[str, float]], str | None]  # (step, scores) -> why the run ends there, or None
-QUEUED = 2  # steps that may wait on the device before the host does: more would delay signals and deadlines
 
 
 @dataclass
@@ -138,8 +140,7 @@ def _train(attempt: Attempt, from_step: int | None, profile: tuple[int, int] | N
 
     with health.phase("data"):
         held_out = task.open_evaluation(None)
-        rows = (config.eval.batch_size, config.eval.limit)
-        evaluator = Evaluator(held_out, experiment.mesh, experiment.specs, *rows)
+        evaluator = Evaluator(held_out, experiment.mesh, experiment.specs, config.eval.batch_size, config.eval.limit)
     with health.phase("restoring"):
         saver, log, (state, bad_steps) = _restore(attempt, from_step)
         step = int(state.step)
@@ -167,43 +168,46 @@ def _train(attempt: Attempt, from_step: int | None, profile: tuple[int, int] | N
             feed = stack.enter_context(closing(task.open_feed(experiment.mesh)))
         with health.phase("compiling"):
             train_step, check_replicas = _compile(attempt, state, feed(rollbacks.number(step)), evaluator, saver)
-        settings = experiment.put_settings()
+        settings, many = experiment.put_settings(), experiment.steps_per_dispatch
         profiler = stack.enter_context(Profiler(run.folder, cluster.index, profile))
         stack.enter_context(health.phase("stepping"))
         guard.warm()
-        pending: list[dict[str, jax.Array]] = []
         watch = Stopwatch()
+        rows = Rows(step, lambda at, parts: _log(attempt, at, parts, watch, rollbacks, log))
         progress.begin(step)
 
         if step == config.steps and not stop.requested():  # a stop came during the last evaluation
             _evaluate(attempt, evaluator, state, outcome, log)
         while step < config.steps and not stop.requested() and outcome.ended is None:
-            number = rollbacks.number(step)
-            inputs = experiment.put(np.int32(number)), feed(number)
-            profiler.before(step + 1)
+            # Whatever is due every so many steps is due after a multiple of `many`: none is passed over.
+            count = min(many - step % many, config.steps - step)
+            numbers = [rollbacks.number(step + i) for i in range(count)]
+            inputs = experiment.put(_numbers_for(many, numbers)), feed(numbers[0])
+            profiler.before(step + 1, step + count)
             with jax.transfer_guard("disallow"):
                 state, sums = train_step(state, settings, *inputs)
-            pending.append(sums)
-            if len(pending) > QUEUED:
-                jax.block_until_ready(pending[-1 - QUEUED])
-            step += 1
+            rows.add(count, sums)
+            step += count
             outcome.step = step
             profiler.after(step, sums)
             health.beat(step)
             progress.step(step)
 
             logging, evaluating, saving = _due(config, step, saver)
-            if logging or evaluating or saving:
-                bad = _log(attempt, step, pending, watch, rollbacks, log)
-                if bad is not None:
-                    state = _roll_back(attempt, saver, rollbacks, log, bad, step)
-                    outcome.step = step = int(state.step)
-                    outcome.best = saver.best()
-                    watch.lap()
-                    continue
+            bad = rows.settle()
+            if bad is None and (logging or evaluating or saving):
+                rows.owe(step)
+                bad = rows.settle() if evaluating or saving or stop.requested() else None
+            if bad is not None:
+                state = _roll_back(attempt, saver, rollbacks, log, bad, rows.last)
+                outcome.step = step = int(state.step)
+                outcome.best = saver.best()
+                rows.restart(step)
+                watch.lap()
+                continue
             if _is_multiple(step, config.health.replica_check_every_steps):
                 check_replicas(state.params)
-            _check_compiles(attempt, saver, log, state, step, rollbacks.in_a_row)
+            _check_compiles(attempt, saver, log, rows, rollbacks, state, step)
             with watch.pause():
                 improved = evaluating and _evaluate(attempt, evaluator, state, outcome, log)
                 if evaluating and ends is not None and step < config.steps and not stop.requested():
@@ -218,7 +222,7 @@ def _train(attempt: Attempt, from_step: int | None, profile: tuple[int, int] | N
         outcome.stopped_by = stop.by
         progress.detail("saving", f"saving step {step:,}")
         with health.phase("saving"):
-            _log(attempt, step, pending, watch, rollbacks, log)
+            rows.finish(step)
             saver.finish(state, step, rollbacks.in_a_row, log.flush, health.beat)
         guard.check()
     return outcome
@@ -292,10 +296,12 @@ def _compile(attempt: Attempt, state: TrainState, feed: Any, evaluator: Evaluato
     experiment, _, console, cluster, health, *_ = attempt
     began = time.perf_counter()
     attempt.progress.detail("compiling", "compiling the step")
-    train_step = experiment.compile_step(feed)
+    many = experiment.steps_per_dispatch
+    train_step = experiment.compile_step(feed) if many == 1 else experiment.compile_steps(feed, many)
     needed = step_bytes(train_step)
     memory = "" if needed is None else f"; it needs {size(needed)} per device"
-    say(console, f"compiled the step in {duration(time.perf_counter() - began)}{memory}")
+    at_a_time = f"; the devices are given {many} steps at a time" if many > 1 else ""
+    say(console, f"compiled the step in {duration(time.perf_counter() - began)}{memory}{at_a_time}")
     if not attempt.stop.requested():  # else there is none
         attempt.progress.detail("compiling", "compiling the evaluation")
         evaluator.compile(evaluation_params(state.params, state.ema, experiment.config.eval.weights))
@@ -308,6 +314,11 @@ def _compile(attempt: Attempt, state: TrainState, feed: Any, evaluator: Evaluato
     if experiment.config.health.replica_check_every_steps is not None:
         check_replicas(state.params)
     return train_step, check_replicas
+
+
+def _numbers_for(many: int, numbers: Sequence[int]) -> np.ndarray | np.int32:
+    """Of the batches, as the program of so many steps takes them: -1 where there is none."""
+    return np.int32(numbers[0]) if many == 1 else np.array([*numbers, *[-1] * (many - len(numbers))], np.int32)
 
 
 def _due(config: ExperimentConfig, step: int, saver: Saver) -> tuple[bool, bool, bool]:
@@ -325,27 +336,21 @@ def _is_multiple(step: int, every: int | None) -> bool:
 def _log(
     attempt: Attempt,
     step: int,
-    pending: list[dict[str, jax.Array]],
+    parts: Sequence[Mapping[str, float]],
     watch: Stopwatch,
     rollbacks: Rollbacks,
     log: RunLog,
 ) -> BadSteps | None:
-    """The only transfer from the device in the loop; waits for it. Returns the steps that ask for a rollback."""
-    if not pending:
-        return None
-    fetched = jax.device_get(pending)
-    pending.clear()
+    """One row, of the steps since the last one. Returns the steps that ask for a rollback."""
     seconds = watch.lap()
-    attempt.health.timed(len(fetched), seconds)
-    record = training_record(attempt.experiment, fetched, seconds)
+    attempt.health.timed(len(parts), seconds)
+    record = training_record(attempt.experiment, parts, seconds)
     log.write(step, record)
     attempt.progress.trained(step, record)
-    return rollbacks.note(step - len(fetched), [bool(part["skipped"]) for part in fetched])
+    return rollbacks.note(step - len(parts), [bool(part["skipped"]) for part in parts])
 
 
-def training_record(
-    experiment: Experiment, parts: Sequence[Mapping[str, np.ndarray]], seconds: float
-) -> dict[str, float]:
+def training_record(experiment: Experiment, parts: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float]:
     """Metrics of the steps since the last record, from their sums; those that were skipped count for nothing."""
     sums = {name: sum(float(part[name]) for part in parts) for name in parts[0]}
     record = {"train/loss": float("nan")}
@@ -405,13 +410,16 @@ def _evaluate(
     return improved
 
 
-def _check_compiles(attempt: Attempt, saver: Saver, log: RunLog, state: TrainState, step: int, bad_steps: int) -> None:
+def _check_compiles(
+    attempt: Attempt, saver: Saver, log: RunLog, rows: Rows, rollbacks: Rollbacks, state: TrainState, step: int
+) -> None:
     try:
         attempt.guard.check()
     except RecompileError:
         if attempt.cluster.count == 1:  # what was trained is sound
             with attempt.health.phase("saving"):
-                saver.finish(state, step, bad_steps, log.flush, attempt.health.beat)
+                rows.finish(step)
+                saver.finish(state, step, rollbacks.in_a_row, log.flush, attempt.health.beat)
         raise
 
 

@@ -8,6 +8,9 @@ overwrites record by record: it shows old records until the run is past them aga
 
 import json
 import shutil
+import socket
+import struct
+import time
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,14 +32,17 @@ class TensorBoardMirror:
 
     def __init__(self, run_dir: Path, records: list[Record]) -> None:
         # Not SummaryWriter: once the disk is full its queue blocks the caller for ever, and its flush() does
-        # not wait for the queue.
-        from tensorboardX.event_file_writer import EventsWriter
+        # not wait for the queue. Nor EventsWriter, whose flush() waits for the disk: milliseconds for each row, of what
+        # is written anew at the next start anyway.
+        from tensorboardX.proto.event_pb2 import Event
 
         folder = run_dir / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob(f"events.out.tfevents.*{_EVENT_FILE_SUFFIX}"):
             old.unlink()
-        self._events = EventsWriter(str(folder / "events"), _EVENT_FILE_SUFFIX)
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}{_EVENT_FILE_SUFFIX}"
+        self._file = open(folder / name, "wb")  # noqa: SIM115 (closed in `close`)
+        self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
         self.write(*records)
 
     def write(self, *records: Record) -> None:
@@ -45,11 +51,19 @@ class TensorBoardMirror:
 
         for record in records:
             values = Summary(value=[Summary.Value(tag=k, simple_value=v) for k, v in _metrics(record).items()])
-            self._events.write_event(Event(wall_time=record["time"], step=record["step"], summary=values))
-        self._events.flush()
+            self._append(Event(wall_time=record["time"], step=record["step"], summary=values))
+        self._file.flush()
+
+    def _append(self, event: Any) -> None:
+        """As a TFRecord: length and data, each with its checksum."""
+        from tensorboardX.record_writer import masked_crc32c
+
+        data = event.SerializeToString()
+        for part in (struct.pack("<Q", len(data)), data):
+            self._file.write(part + struct.pack("<I", masked_crc32c(part)))
 
     def close(self, *, failed: bool = False) -> None:
-        self._events.close()
+        self._file.close()
 
 
 class WandbMirror:

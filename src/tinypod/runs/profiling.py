@@ -21,14 +21,15 @@ def parse_range(text: str) -> tuple[int, int]:
 
 
 class Profiler:
-    """Traces the steps asked for; a run that ends between them keeps what there is."""
+    """Traces the steps asked for, and those dispatched with them; a run that ends between them keeps what there is."""
 
     def __init__(self, run_folder: Path, process: int, steps: tuple[int, int] | None) -> None:
         self.folder, self.steps = run_folder / "profile" / f"process_{process}", steps
         self.running = False
 
-    def before(self, step: int) -> None:
-        if self.steps is not None and not self.running and self.steps[0] <= step <= self.steps[1]:
+    def before(self, first: int, last: int) -> None:
+        """These steps come next."""
+        if self.steps is not None and not self.running and self.steps[0] <= last and first <= self.steps[1]:
             jax.profiler.start_trace(self.folder)
             self.running = True
 

@@ -25,6 +25,7 @@ from tinypod.runs.curves import plot_curves
 from tinypod.runs.description import write_description
 from tinypod.runs.folder import Run, with_absolute_paths
 from tinypod.runs.metrics import Stopwatch
+from tinypod.runs.rows import QUEUED
 from tinypod.runs.run_log import RunLog, read_scores
 from tinypod.runs.saver import Saver
 from tinypod.runs.terminal import TrainingProgress, duration, say, size, warn
@@ -32,7 +33,7 @@ from tinypod.step import TrainState, evaluation_params
 from tinypod.study.file import StudyRun
 from tinypod.study.folder import Outcome, read_outcome, write_outcome
 from tinypod.study.pack import PackEvaluator, Program
-from tinypod.training import QUEUED, training_record
+from tinypod.training import training_record
 
 QUIET = Console(file=StringIO())
 # (step, scores of runs by name) -> why some of them end here, by name
