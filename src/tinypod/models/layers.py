@@ -55,13 +55,26 @@ def swiglu_init(key: Array, num_layers: int, width: int, inner: int) -> dict[str
     }
 
 
-def swiglu(params: dict[str, Array], x_BTD: Array) -> Array:
+def swiglu(params: dict[str, Array], x_BTD: Array, placement: Placement) -> Array:
+    if placement.on_cpu:
+        return _swiglu_of_matrices(params, x_BTD)
     gate_up_BT2F = jnp.einsum("btd,dcf->btcf", x_BTD, params["gate_up"].astype(x_BTD.dtype))
     return linear(jax.nn.silu(gate_up_BT2F[:, :, 0]) * gate_up_BT2F[:, :, 1], params["down"])
 
 
-def token_swiglu(params: dict[str, Array], x_BTD: Array) -> Array:
-    """SwiGLU over the positions, the same for every channel; without the transposes that its definition suggests."""
+def _swiglu_of_matrices(params: dict[str, Array], x_BTD: Array) -> Array:
+    """Over the last dim. XLA's CPU compiler first copies what enters a product with several dims to sum over, or to keep,
+    on one side, as gradients have them; a product of two matrices it takes as it is."""
+    gate_up_D2F, x_ND = params["gate_up"], x_BTD.reshape(-1, x_BTD.shape[-1])
+    gate_NF, up_NF = linear(x_ND, gate_up_D2F[:, 0]), linear(x_ND, gate_up_D2F[:, 1])
+    return linear(jax.nn.silu(gate_NF) * up_NF, params["down"]).reshape(x_BTD.shape)
+
+
+def token_swiglu(params: dict[str, Array], x_BTD: Array, placement: Placement) -> Array:
+    """SwiGLU over the positions, the same for every channel; but on CPUs without the transposes that its definition
+    suggests."""
+    if placement.on_cpu:
+        return jnp.swapaxes(_swiglu_of_matrices(params, jnp.swapaxes(x_BTD, 1, 2)), 1, 2)
     gate_up_B2FD = jnp.einsum("btd,tcf->bcfd", x_BTD, params["gate_up"].astype(x_BTD.dtype))
     inner_BFD = jax.nn.silu(gate_up_B2FD[:, 0]) * gate_up_B2FD[:, 1]
     return jnp.einsum("bfd,ft->btd", inner_BFD, params["down"].astype(x_BTD.dtype))
@@ -70,7 +83,7 @@ def token_swiglu(params: dict[str, Array], x_BTD: Array) -> Array:
 def token_block(params: dict[str, Array], x_BTD: Array, placement: Placement) -> Array:
     """Token mixing, the residual and the norm along the positions."""
     fused = token_mixing.fused(params["gate_up"], params["down"], x_BTD, RMS_EPSILON, placement)
-    return rms_norm(x_BTD + token_swiglu(params, x_BTD), axis=1) if fused is None else fused
+    return rms_norm(x_BTD + token_swiglu(params, x_BTD, placement), axis=1) if fused is None else fused
 
 
 def rope_tables(num_positions: int, head_dim: int, theta: float) -> tuple[Array, Array]:

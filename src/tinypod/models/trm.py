@@ -241,7 +241,7 @@ def make_net(
             x_BTD = layers.rms_norm(x_BTD + layers.attention(layer["attention"], x_BTD, rope, fused))
         else:
             x_BTD = layers.token_block(layer["token_mlp"], x_BTD, fused)
-        return layers.rms_norm(x_BTD + layers.swiglu(layer["mlp"], x_BTD))
+        return layers.rms_norm(x_BTD + layers.swiglu(layer["mlp"], x_BTD, fused))
 
     def net(stacked: Params, h_BTD: Array, injection_BTD: Array | None) -> Array:
         x_BTD = h_BTD if injection_BTD is None else h_BTD + injection_BTD
