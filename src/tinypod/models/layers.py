@@ -63,8 +63,8 @@ def swiglu(params: dict[str, Array], x_BTD: Array, placement: Placement) -> Arra
 
 
 def _swiglu_of_matrices(params: dict[str, Array], x_BTD: Array) -> Array:
-    """Over the last dim. XLA's CPU compiler first copies what enters a product with several dims to sum over, or to keep,
-    on one side, as gradients have them; a product of two matrices it takes as it is."""
+    """Over the last dim. XLA's CPU compiler copies what enters a product that sums over, or keeps, several dims of one
+    side, as gradients do; a product of two matrices it takes as it is."""
     gate_up_D2F, x_ND = params["gate_up"], x_BTD.reshape(-1, x_BTD.shape[-1])
     gate_NF, up_NF = linear(x_ND, gate_up_D2F[:, 0]), linear(x_ND, gate_up_D2F[:, 1])
     return linear(jax.nn.silu(gate_NF) * up_NF, params["down"]).reshape(x_BTD.shape)
