@@ -32,6 +32,7 @@ from tinypod import config as configs
 from tinypod import sharding
 from tinypod.data import puzzles
 from tinypod.experiment import Experiment, ExperimentConfig, build
+from tinypod.health.memory import reuse_freed
 from tinypod.models import trm
 from tinypod.tasks.puzzle_scores import run_steps
 
@@ -155,6 +156,7 @@ def main() -> None:
     parser.add_argument("--peak-tflops", type=float, default=790.0, help="what the chip reaches in bf16")
     parser.add_argument("--tb-per-s", type=float, default=4.3, help="what its memory reaches")
     arguments = parser.parse_args()
+    reuse_freed()  # as the loop does
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {datetime.date.today()}\n")
     header = (
         "| config | overrides | work | batch | ms | spread | floor: products | floor: bytes | examples/s "

@@ -58,6 +58,10 @@ class Placement(NamedTuple):
             return "hopper" if generation == "9" else "cuda"
         return "tpu" if device.platform == "tpu" else None
 
+    @property
+    def on_cpu(self) -> bool:
+        return self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu"
+
 
 ANYWHERE = Placement()
 

@@ -27,7 +27,7 @@ from tinypod.errors import ConfigError, DeadlineError, DeviceMemoryError, NonFin
 from tinypod.evaluate import Evaluator
 from tinypod.experiment import Experiment, ExperimentConfig, build
 from tinypod.health.ledger import Ledger
-from tinypod.health.memory import is_out_of_memory, step_bytes
+from tinypod.health.memory import is_out_of_memory, reuse_freed, step_bytes
 from tinypod.health.nonfinite import BadSteps, Rollbacks
 from tinypod.health.recompiles import CompileGuard
 from tinypod.health.replicas import make_replica_check
@@ -99,6 +99,7 @@ def train(
         compile_cache.enable(config.compile_cache)
         experiment = build(config, devices, console=console)
         experiment.check_batch()
+        reuse_freed()
         ledger = None
         if cluster.is_primary:
             if not owned:

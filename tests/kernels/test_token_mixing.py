@@ -20,7 +20,7 @@ Weights = dict[str, Array]
 
 
 def plain(weights: Weights, x: Array) -> Array:
-    return layers.rms_norm(x + layers.token_swiglu(weights, x), axis=1)
+    return layers.rms_norm(x + layers.token_swiglu(weights, x, ANYWHERE), axis=1)
 
 
 def fused(weights: Weights, x: Array) -> Array:

@@ -1,10 +1,13 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tinypod import sharding
 from tinypod.models import layers, trm
-from tinypod.sharding import ANYWHERE
+from tinypod.sharding import ANYWHERE, MeshConfig, Placement
 
 SHAPE = trm.PuzzleShape(seq_len=9, vocab_size=5, num_identifiers=3)
 
@@ -293,3 +296,29 @@ def test_flops_of_the_paper_s_model(mixing, tera: float) -> None:
         puzzle_embedding=trm.PuzzleTable(width=512, length=16),
     )
     assert 768 * trm.count_matmul_flops(config, trm.PuzzleShape(81, 11, 1)) / 1e12 == pytest.approx(tera, abs=0.1)
+
+
+@pytest.mark.parametrize("unroll", [True, False])
+def test_on_a_cpu_a_net_is_products_of_two_matrices_and_the_same_net(unroll: bool) -> None:
+    """Forward and backward. Others XLA's CPU compiler copies together first."""
+    config = make(unroll=unroll)
+    params = trm.init(config, SHAPE, jax.random.key(0))["layers"]
+    h, injection = jax.random.normal(jax.random.key(1), (2, 4, 11, 16))
+    on_cpu = sharding.place(sharding.make_mesh(MeshConfig(devices=1)), {})
+
+    def loss_and_gradients(placement: Placement):
+        def loss(params, h):
+            return jnp.sum(jnp.sin(trm.make_net(config, h.shape[1], placement)(params, h, injection)))
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+
+    def dims_of_products(placement: Placement) -> set[int]:
+        text = loss_and_gradients(placement).lower(params, h).as_text()
+        types = re.findall(r"stablehlo.dot_general.*: \((.*?)\) ->", text)
+        return {array.count("x") for types_of_one in types for array in re.findall(r"tensor<(.*?)>", types_of_one)}
+
+    assert dims_of_products(on_cpu) == {2}
+    assert max(dims_of_products(ANYWHERE)) > 2
+    expected, found = (loss_and_gradients(placement)(params, h) for placement in (ANYWHERE, on_cpu))
+    for plain, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(other, plain, rtol=2e-4, atol=2e-5)

@@ -1,5 +1,7 @@
-"""What a compiled step needs of a device's memory, what a device has, and whether an error says that it ran out."""
+"""What a compiled step needs of a device's memory, what a device has, whether an error says that it ran out; and, where
+the device is the CPU, that what one step frees is there for the next."""
 
+import ctypes
 import os
 import re
 from typing import Any
@@ -9,6 +11,7 @@ import jax
 _OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|out[ _]of[ _]memory|exceeds available HBM", re.IGNORECASE)
 # A kernel that wants too much of a core's own memory, which has nothing to do with what the device has.
 _OF_A_KERNEL = re.compile(r"memory space (vmem|smem|cmem)|shared memory size limit", re.IGNORECASE)
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # their numbers in glibc's malloc.h
 
 
 def step_bytes(compiled: Any) -> int | None:
@@ -43,6 +46,16 @@ def device_bytes() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
     except (ValueError, OSError):
         return None
+
+
+def reuse_freed() -> None:
+    """On CPUs XLA allocates a step's temporaries anew each time. Large ones glibc gives back to the system at once, and
+    the system clears every page again: a sixth of the demo's step. Here they stay with the process, as far as glibc's
+    heaps of threads go (64 MiB). Other C libraries have no `mallopt`, and are left alone."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and jax.local_devices()[0].platform == "cpu":
+        mallopt(_M_MMAP_THRESHOLD, 2**30)
+        mallopt(_M_TRIM_THRESHOLD, 2**30)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -56,14 +56,27 @@ def swiglu_init(key: Array, num_layers: int, width: int, inner: int) -> dict[str
 
 
 def swiglu(params: dict[str, Array], x_BTD: Array, placement: Placement) -> Array:
+    if placement.on_cpu:
+        return _swiglu_of_matrices(params, x_BTD)
     inner_BTF = gated_product.fused(params["gate_up"], x_BTD, placement)
     if inner_BTF is None:
         inner_BTF = gated_product.plain(params["gate_up"], x_BTD)
     return linear(inner_BTF, params["down"])
 
 
-def token_swiglu(params: dict[str, Array], x_BTD: Array) -> Array:
-    """SwiGLU over the positions, the same for every channel; without the transposes that its definition suggests."""
+def _swiglu_of_matrices(params: dict[str, Array], x_BTD: Array) -> Array:
+    """Over the last dim. XLA's CPU compiler copies what enters a product that sums over, or keeps, several dims of one
+    side, as gradients do; a product of two matrices it takes as it is."""
+    gate_up_D2F, x_ND = params["gate_up"], x_BTD.reshape(-1, x_BTD.shape[-1])
+    gate_NF, up_NF = linear(x_ND, gate_up_D2F[:, 0]), linear(x_ND, gate_up_D2F[:, 1])
+    return linear(jax.nn.silu(gate_NF) * up_NF, params["down"]).reshape(x_BTD.shape)
+
+
+def token_swiglu(params: dict[str, Array], x_BTD: Array, placement: Placement) -> Array:
+    """SwiGLU over the positions, the same for every channel; but on CPUs without the transposes that its definition
+    suggests."""
+    if placement.on_cpu:
+        return jnp.swapaxes(_swiglu_of_matrices(params, jnp.swapaxes(x_BTD, 1, 2)), 1, 2)
     gate_up_B2FD = jnp.einsum("btd,tcf->bcfd", x_BTD, params["gate_up"].astype(x_BTD.dtype))
     inner_BFD = jax.nn.silu(gate_up_B2FD[:, 0]) * gate_up_B2FD[:, 1]
     return jnp.einsum("bfd,ft->btd", inner_BFD, params["down"].astype(x_BTD.dtype))
@@ -73,7 +86,7 @@ def token_block(params: dict[str, Array], x_BTD: Array, placement: Placement) ->
     """Token mixing, the residual and the norm along the positions."""
     arguments = params["gate_up"], params["down"], x_BTD, RMS_EPSILON, placement
     fused = tpu_layers.token_block(*arguments) if placement.kernels == "tpu" else token_mixing.fused(*arguments)
-    return rms_norm(x_BTD + token_swiglu(params, x_BTD), axis=1) if fused is None else fused
+    return rms_norm(x_BTD + token_swiglu(params, x_BTD, placement), axis=1) if fused is None else fused
 
 
 def mlp_block(params: dict[str, Array], x_BTD: Array, placement: Placement) -> Array:
