@@ -56,12 +56,10 @@ def swiglu_init(key: Array, num_layers: int, width: int, inner: int) -> dict[str
 
 
 def swiglu(params: dict[str, Array], x_BTD: Array, placement: Placement) -> Array:
-    if placement.on_cpu:
-        return _swiglu_of_matrices(params, x_BTD)
     inner_BTF = gated_product.fused(params["gate_up"], x_BTD, placement)
-    if inner_BTF is None:
-        inner_BTF = gated_product.plain(params["gate_up"], x_BTD)
-    return linear(inner_BTF, params["down"])
+    if inner_BTF is None and placement.on_cpu:
+        return _swiglu_of_matrices(params, x_BTD)
+    return linear(gated_product.plain(params["gate_up"], x_BTD) if inner_BTF is None else inner_BTF, params["down"])
 
 
 def _swiglu_of_matrices(params: dict[str, Array], x_BTD: Array) -> Array:
