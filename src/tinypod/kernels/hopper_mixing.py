@@ -1,10 +1,10 @@
-"""The kernels of token_mixing.py once more, for the shapes of the recipes, in Mosaic GPU: a quarter to two fifths faster
-than Triton's on an H200 with 768 examples of 97 positions and width 512 (LOG.md), because one warpgroup fetches while
-the others multiply, and what a block of channels needs is under way while the one before is still being written.
+"""The kernels of token_mixing.py once more, in Mosaic GPU, for the shapes of the recipes. They take a quarter to two
+fifths less time than Triton's on an H200 with 768 examples of 97 positions and width 512 (LOG.md): one warpgroup
+fetches while the others multiply, and what the next block of channels needs is under way while one is being written.
 
-A fetch from memory begins at a row that 8 divides, an example of 97 positions does not. So an example is read as a
-window of 128 rows that begins up to 7 rows before it, and the weights exist in 8 versions, shifted by as many rows and 0
-elsewhere, so that the rows of its neighbours add nothing.
+A fetch from memory begins at a row that 8 divides; an example of 97 positions does not. So an example is read as a
+window of 128 rows that begins up to 7 rows before it, and the weights exist in 8 versions, shifted by as many rows and
+0 elsewhere, so that the rows of its neighbours add nothing.
 
 Two barriers guard what is fetched: `_full`, where the fetched bytes arrive and the consumers wait, and `_free`, where
 the consumers arrive once they have read them and the fetching warpgroup waits before it writes the next ones there.
@@ -15,8 +15,10 @@ Shape letters: B batch, T positions, D width, F inner width; of a window R rows,
 example; of a warpgroup's tile C channels and I inner units.
 """
 
+import json
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,36 +26,44 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mg
+from jax.experimental.xla_metadata import set_xla_metadata
 
+from tinypod.kernels.calling import stated_cost
+
+LOWERS = jax.__version_info__ >= (0, 11)  # before, Mosaic GPU does not load what is tiled and transposed
 MULTIPROCESSORS = 132  # of an H100 or H200; where there are fewer, some blocks wait for the others
 ROWS = 128
 CHANNELS = 64  # of a warpgroup's tile, and as many inner units: a row of 128 bytes, which is the widest swizzle
 GROUPS = 2  # of warps, which multiply; one more fetches
 FORWARD_SLOTS, DOWN_SLOTS, BACKWARD_SLOTS, WEIGHTS_SLOTS = 3, 2, 2, 4  # as many as shared memory holds
-FETCHING_REGISTERS = 40
-MULTIPLYING_REGISTERS = 232  # per thread; with the fetching ones, no more than the 512 that 4 warpgroups could have
+# Of a thread. All warpgroups together have 512; where they ask for more, the last one waits for ever.
+FETCHING_REGISTERS, MULTIPLYING_REGISTERS = 40, 232
+GATING_REGISTERS, ADDING_REGISTERS = 144, 184  # of the gradient of the weights: 144 + 144 + 184 + 40
 
 TILED = (mg.TilingTransform((8, CHANNELS)), mg.SwizzleTransform(128))
 TILE = mg.ACC((CHANNELS, CHANNELS), jnp.float32)
 COMPILER = mg.CompilerParams(approx_math=True)  # for tanh, as in token_mixing.py
 
 
-def suits(dtype: Any, B: int, T: int, D: int, F: int) -> bool:
+def suits(down_FT: Array, x_BTD: Array) -> bool:
     """Triton's kernels pad 64 positions or fewer to fewer rows, and have smaller blocks where these are too few to give
     each multiprocessor one."""
+    (B, T, D), F = x_BTD.shape, down_FT.shape[0]
     aligned = B * T % 8 == 0 and D % (GROUPS * CHANNELS) == 0 and F % CHANNELS == 0
-    enough = F // CHANNELS > FORWARD_SLOTS and B * D // (GROUPS * CHANNELS) >= MULTIPROCESSORS
-    return dtype == jnp.bfloat16 and 64 < T <= ROWS - 7 and aligned and enough
+    enough = F // CHANNELS > FORWARD_SLOTS and _Blocks(B, T, D).total >= MULTIPROCESSORS
+    return LOWERS and x_BTD.dtype == jnp.bfloat16 and 64 < T <= ROWS - 7 and aligned and enough
 
 
-def weight_splits(B: int, T: int, F: int) -> int | None:
+def weight_splits(down_FT: Array, x_BTD: Array) -> int | None:
     """Among how many thread blocks the examples are shared for each tile of inner units: a multiple of 8, so that each
-    has examples of one shift. None where that leaves half of the multiprocessors idle, or the sums of so many positions
-    do not fit the registers."""
-    tiles = F // CHANNELS
+    has examples of one shift. None where these shapes have no such kernel: half of the multiprocessors would be idle,
+    or the sums of so many positions do not fit the registers."""
+    (B, T, _), tiles = x_BTD.shape, down_FT.shape[0] // CHANNELS
+    if not suits(down_FT, x_BTD) or _shifted_rows(T) > 104:
+        return None
     most = MULTIPROCESSORS // tiles
     splits = next((splits for splits in range(most - most % 8, 0, -8) if B % splits == 0), 0)
-    return splits if 2 * splits * tiles > MULTIPROCESSORS and _shifted_rows(T) <= 104 else None
+    return splits if 2 * splits * tiles > MULTIPROCESSORS else None
 
 
 def _shifted_rows(T: int) -> int:
@@ -67,8 +77,8 @@ def _shifted(weights_TF: Array, rows: int) -> Array:
 
 
 def _weights(gate_up_T2F: Array, down_FT: Array, down_rows: int) -> tuple[Array, Array, Array]:
-    gate_up = (_shifted(gate_up_T2F[:, i], ROWS) for i in range(2))
-    return *gate_up, _shifted(down_FT.T, down_rows)
+    gate, up = (_shifted(gate_up_T2F[:, i], ROWS) for i in range(2))
+    return gate, up, _shifted(down_FT.T, down_rows)
 
 
 def _div(a: Any, b: int) -> Any:
@@ -87,9 +97,8 @@ def _gradients(gate: Array, up: Array, d_inner: Array) -> tuple[Array, Array, Ar
     """Of `inner = silu(gate) * up`: inner, d_gate, d_up."""
     sigmoid = _sigmoid(gate)
     silu = gate * sigmoid
-    return tuple(
-        value.astype(jnp.bfloat16) for value in (silu * up, d_inner * up * (sigmoid + silu * (1 - sigmoid)), d_inner * silu)
-    )  # fmt: skip
+    d_gate = d_inner * up * (sigmoid + silu * (1 - sigmoid))
+    return (silu * up).astype(jnp.bfloat16), d_gate.astype(jnp.bfloat16), (d_inner * silu).astype(jnp.bfloat16)
 
 
 def _loaded(ref: Any) -> Array:
@@ -115,8 +124,9 @@ def _along(values_C: Array, shape: tuple[int, ...]) -> Array:
     return lax.broadcast_in_dim(values_C, shape, [0])
 
 
-class _Blocks(NamedTuple):
-    """Of channels of an example; a thread block takes every so manieth of them."""
+@dataclass(frozen=True)
+class _Blocks:
+    """Of channels of an example; of n thread blocks, each takes every nth."""
 
     B: int
     T: int
@@ -126,8 +136,12 @@ class _Blocks(NamedTuple):
     def across(self) -> int:
         return self.D // (GROUPS * CHANNELS)
 
+    @property
+    def total(self) -> int:
+        return self.B * self.across
+
     def count(self) -> Any:
-        return _div(self.B * self.across - lax.axis_index("block") + MULTIPROCESSORS - 1, MULTIPROCESSORS)
+        return _div(self.total - lax.axis_index("block") + MULTIPROCESSORS - 1, MULTIPROCESSORS)
 
     def at(self, n: Any) -> tuple[Any, Any]:
         """The example and the first channel."""
@@ -155,10 +169,39 @@ def _write(values_CN: Array, staged: Any, ref: Any, example: Any, channel: Any, 
     mg.copy_smem_to_gmem(staged.at[pl.ds(_shift(example, T), T)], ref.at[example, :, pl.ds(channel, CHANNELS)])
 
 
+def _call(
+    kernel: Callable[..., None],
+    name: str,
+    outs: list[tuple[tuple[int, ...], Any]],
+    scratch: dict[str, Any],
+    grid: dict[str, int],
+    groups: int,
+    multiplications: int,
+) -> Callable[..., Any]:
+    call = mg.kernel(
+        kernel,
+        out_type=[jax.ShapeDtypeStruct(*out) for out in outs],
+        scratch_types=scratch,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=groups,
+        thread_name="group",
+        kernel_name=name,
+        compiler_params=COMPILER,
+    )
+
+    def with_cost(*arrays: Array) -> Any:
+        # Mosaic GPU drops the metadata that Pallas takes: here it is that of the call itself.
+        with set_xla_metadata(kernel_metadata=json.dumps(stated_cost(multiplications))):
+            return call(*arrays)
+
+    return with_cost
+
+
 def forward(gate_up_T2F: Array, down_FT: Array, x_BTD: Array, epsilon: float) -> tuple[Array, Array]:
     """y, and the scale of its norm [B, D]."""
-    B, T, D = x_BTD.shape
-    N, steps, blocks = _shifted_rows(T), down_FT.shape[0] // CHANNELS, _Blocks(B, T, D)
+    (B, T, D), F = x_BTD.shape, down_FT.shape[0]
+    N, steps, blocks = _shifted_rows(T), F // CHANNELS, _Blocks(B, T, D)
 
     def kernel(
         x_ref: Any, gate_ref: Any, up_ref: Any, down_ref: Any, y_ref: Any, scale_ref: Any, *,
@@ -256,10 +299,9 @@ def forward(gate_up_T2F: Array, down_FT: Array, x_BTD: Array, epsilon: float) ->
 
             mg.barrier_wait(x_free.at[_rem(count - 1, 2)])
 
-    fetched, read = GROUPS, GROUPS  # arrivals: a fetch for each consumer, and each consumer
     return _call(
         kernel,
-        "token_mixing",
+        "mosaic_token_mixing",
         [((B, T, D), jnp.bfloat16), ((B, D), jnp.float32)],
         {
             "x_s": _smem(2, GROUPS, ROWS, CHANNELS),
@@ -267,46 +309,26 @@ def forward(gate_up_T2F: Array, down_FT: Array, x_BTD: Array, epsilon: float) ->
             "gate_s": _smem(FORWARD_SLOTS, ROWS, CHANNELS),
             "up_s": _smem(FORWARD_SLOTS, ROWS, CHANNELS),
             "down_s": _smem(DOWN_SLOTS, N, CHANNELS),
-            "x_full": mg.Barrier(num_arrivals=fetched, num_barriers=2),
-            "x_free": mg.Barrier(num_arrivals=read, num_barriers=2),
+            "x_full": mg.Barrier(num_arrivals=GROUPS, num_barriers=2),
+            "x_free": mg.Barrier(num_arrivals=GROUPS, num_barriers=2),
             "gate_up_full": mg.Barrier(num_arrivals=2, num_barriers=FORWARD_SLOTS),
-            "gate_up_free": mg.Barrier(num_arrivals=read, num_barriers=FORWARD_SLOTS),
+            "gate_up_free": mg.Barrier(num_arrivals=GROUPS, num_barriers=FORWARD_SLOTS),
             "down_full": mg.Barrier(num_barriers=DOWN_SLOTS),
-            "down_free": mg.Barrier(num_arrivals=read, num_barriers=DOWN_SLOTS),
+            "down_free": mg.Barrier(num_arrivals=GROUPS, num_barriers=DOWN_SLOTS),
         },
         {"block": MULTIPROCESSORS},
         GROUPS + 1,
+        3 * B * T * D * F,
     )(x_BTD.reshape(B * T, D), *_weights(gate_up_T2F, down_FT, N))
-
-
-def _call(
-    kernel: Callable[..., None],
-    name: str,
-    outs: list[tuple[tuple[int, ...], Any]],
-    scratch: dict[str, Any],
-    grid: dict[str, int],
-    groups: int,
-) -> Callable[..., Any]:
-    return mg.kernel(
-        kernel,
-        out_type=[jax.ShapeDtypeStruct(*out) for out in outs],
-        scratch_types=scratch,
-        grid=tuple(grid.values()),
-        grid_names=tuple(grid),
-        num_threads=groups,
-        thread_name="group",
-        kernel_name=name,
-        compiler_params=COMPILER,
-    )
 
 
 def backward(
     gate_up_T2F: Array, down_FT: Array, x_BTD: Array, y_BTD: Array, scale_BD: Array, dy_BTD: Array
 ) -> tuple[Array, Array]:
-    """The gradient of x, and that of the sum before the norm: dr, which takes the place of dy in shared memory. There is
-    no room for a second dy; of the next block only x and y are fetched early, and dy is brought into the L2 cache."""
-    B, T, D = x_BTD.shape
-    N, steps, blocks = _shifted_rows(T), down_FT.shape[0] // CHANNELS, _Blocks(B, T, D)
+    """The gradient of x, and that of the sum before the norm: dr, which takes the place of dy in shared memory. There
+    is no room for a second dy: of the next block only x and y are fetched early, and dy as far as the L2 cache."""
+    (B, T, D), F = x_BTD.shape, down_FT.shape[0]
+    N, steps, blocks = _shifted_rows(T), F // CHANNELS, _Blocks(B, T, D)
 
     def kernel(
         x_ref: Any, y_ref: Any, dy_ref: Any, scale_ref: Any, gate_ref: Any, up_ref: Any, down_ref: Any,
@@ -443,7 +465,7 @@ def backward(
     once = mg.Barrier(num_arrivals=GROUPS)
     return _call(
         kernel,
-        "token_mixing_backward",
+        "mosaic_token_mixing_backward",
         [((B, T, D), jnp.bfloat16)] * 2,
         {
             **{"x_s": tiles, "y_s": tiles, "dy_s": tiles},
@@ -456,6 +478,7 @@ def backward(
         },
         {"block": MULTIPROCESSORS},
         GROUPS + 1,
+        5 * B * T * D * F,
     )(*(a.reshape(B * T, D) for a in (x_BTD, y_BTD, dy_BTD)), scale_BD, *_weights(gate_up_T2F, down_FT, ROWS))
 
 
@@ -465,8 +488,8 @@ def weight_gradients(
     """A thread block has one tile of inner units and a share of the examples, those of one shift, so that their sums
     line up. Groups 0 and 1 compute inner, d_gate and d_up of every other tile of channels and leave them in shared
     memory; group 2 multiplies them by x and dr and holds the sums; group 3 fetches."""
-    B, T, D = x_BTD.shape
-    F, N, across = down_FT.shape[0], _shifted_rows(T), D // CHANNELS
+    (B, T, D), F = x_BTD.shape, down_FT.shape[0]
+    N, across = _shifted_rows(T), D // CHANNELS
     examples, tiles = B // splits, B // splits * across
 
     def kernel(
@@ -480,10 +503,10 @@ def weight_gradients(
 
         @pl.when(group < 2)
         def widen_and_gate() -> None:
-            mg.set_max_registers(144, action="increase")
+            mg.set_max_registers(GATING_REGISTERS, action="increase")
             mg.barrier_wait(weights_full)
 
-            @pl.loop(0, (tiles + 1 - group) // 2)
+            @pl.loop(0, _div(tiles + 1 - group, 2))
             def _(turn: Any) -> None:
                 slot = _rem(2 * turn + group, WEIGHTS_SLOTS)
                 mg.barrier_wait(tile_full.at[slot])
@@ -511,7 +534,7 @@ def weight_gradients(
 
         @pl.when(group == 2)
         def add_up() -> None:
-            mg.set_max_registers(184, action="increase")
+            mg.set_max_registers(ADDING_REGISTERS, action="increase")
 
             def add_tiles(*sums_IN: Any) -> tuple[Array, ...]:
                 @pl.loop(0, tiles)
@@ -557,7 +580,7 @@ def weight_gradients(
     slots = _smem(WEIGHTS_SLOTS, ROWS, CHANNELS)
     sums = _call(
         kernel,
-        "token_mixing_weights",
+        "mosaic_token_mixing_weights",
         [((splits, F, N), jnp.float32)] * 3,
         {
             **{"x_s": slots, "dr_s": slots},
@@ -571,6 +594,7 @@ def weight_gradients(
         },
         {"inner": F // CHANNELS, "split": splits},
         4,
+        6 * B * T * D * F,
     )(x_BTD.reshape(B * T, D), dr_BTD.reshape(B * T, D), *_weights(gate_up_T2F, down_FT, ROWS))
 
     def together(sums_SFN: Array) -> Array:
