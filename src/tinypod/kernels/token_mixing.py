@@ -3,12 +3,14 @@
 Plain XLA writes the [B, 2F, D] intermediate and reads it back, several times what the layer itself reads and writes.
 Here one program holds all positions of a block of channels of one example, and only x and y pass through memory; the
 backward pass computes the intermediate again. Block sizes are the fastest of those tried on an H200 with 97 positions
-of width 512 (LOG.md).
+of width 512 (LOG.md). These kernels are Triton's, of any shape; those that hopper_mixing.py has for the shapes of the
+recipes are faster.
 
 Shape letters: B batch, T positions, P positions padded to a power of two, D width, F inner width.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,8 +21,11 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from tinypod.kernels import hopper_mixing
 from tinypod.kernels.calling import by_rows, splits_width, stated_cost
 from tinypod.sharding import Placement
+
+Kernel = Callable[..., tuple[Array, Array]]
 
 MOST_POSITIONS = 128  # more do not fit a program's registers
 
@@ -73,6 +78,46 @@ def _mix_backward(epsilon: float, interpret: bool, saved: Any, dy_BTD: Array) ->
 mix.defvjp(_mix_forward, _mix_backward)
 
 
+def _forward(gate_up_T2F: Array, down_FT: Array, x_BTD: Array, epsilon: float, interpret: bool) -> tuple[Array, Array]:
+    kernel: Kernel = partial(_triton_forward, epsilon=epsilon, interpret=interpret)
+    if not interpret and hopper_mixing.suits(down_FT, x_BTD):
+        kernel = _unless_packed(partial(hopper_mixing.forward, epsilon=epsilon), kernel)
+    return kernel(gate_up_T2F, down_FT, x_BTD)
+
+
+def _backward(
+    gate_up_T2F: Array, down_FT: Array, x_BTD: Array, y_BTD: Array, scale_BD: Array, dy_BTD: Array, interpret: bool
+) -> tuple[Array, Array]:
+    """The gradient of x, and that of the sum before the norm, from which the weights' gradients are made."""
+    kernel: Kernel = partial(_triton_backward, interpret=interpret)
+    if not interpret and hopper_mixing.suits(down_FT, x_BTD):
+        kernel = _unless_packed(hopper_mixing.backward, kernel)
+    return kernel(gate_up_T2F, down_FT, x_BTD, y_BTD, scale_BD, dy_BTD)
+
+
+def _weight_gradients(
+    gate_up_T2F: Array, down_FT: Array, x_BTD: Array, dr_BTD: Array, interpret: bool
+) -> tuple[Array, Array]:
+    kernel: Kernel = partial(_triton_weight_gradients, interpret=interpret)
+    splits = hopper_mixing.weight_splits(down_FT, x_BTD)
+    if splits and not interpret:
+        kernel = _unless_packed(partial(hopper_mixing.weight_gradients, splits=splits), kernel)
+    return kernel(gate_up_T2F, down_FT, x_BTD, dr_BTD)
+
+
+def _unless_packed(mosaic: Kernel, triton: Kernel) -> Kernel:
+    """Under `vmap`, as in a pack of runs, the Triton kernel. Mosaic GPU would batch its kernels too, but those here are
+    made for a grid of one thread block for each multiprocessor."""
+    kernel = jax.custom_batching.custom_vmap(mosaic)
+
+    @kernel.def_vmap
+    def packed(size: int, batched: list[bool], *arrays: Array) -> tuple[Any, Any]:
+        outs = jax.vmap(triton, in_axes=tuple(0 if each else None for each in batched), axis_size=size)(*arrays)
+        return outs, jax.tree.map(lambda _: True, outs)
+
+    return kernel
+
+
 def _padded(positions: int) -> int:
     return max(16, 1 << (positions - 1).bit_length())
 
@@ -106,7 +151,9 @@ def _load(ref: Any, mask: Array) -> Array:
     return triton.load(ref, mask=mask, other=0.0)
 
 
-def _forward(gate_up_T2F: Array, down_FT: Array, x_BTD: Array, epsilon: float, interpret: bool) -> tuple[Array, Array]:
+def _triton_forward(
+    gate_up_T2F: Array, down_FT: Array, x_BTD: Array, epsilon: float, interpret: bool
+) -> tuple[Array, Array]:
     B, T, D = x_BTD.shape
     P, F = _padded(T), down_FT.shape[0]
     K, N = _fit(FORWARD, D, F)
@@ -161,10 +208,9 @@ def _gradients(gate: Array, up: Array, d_inner: Array, sigmoid: Array) -> tuple[
     return silu * up, d_inner * up * (sigmoid + silu * (1 - sigmoid)), d_inner * silu
 
 
-def _backward(
+def _triton_backward(
     gate_up_T2F: Array, down_FT: Array, x_BTD: Array, y_BTD: Array, scale_BD: Array, dy_BTD: Array, interpret: bool
 ) -> tuple[Array, Array]:
-    """The gradient of x, and that of the sum before the norm, from which the weights' gradients are made."""
     B, T, D = x_BTD.shape
     P, F = _padded(T), down_FT.shape[0]
     K, N = _fit(BACKWARD, D, F)
@@ -217,7 +263,7 @@ def _backward(
     return dx.reshape(B, T, D), dr.reshape(B, T, D)
 
 
-def _weight_gradients(
+def _triton_weight_gradients(
     gate_up_T2F: Array, down_FT: Array, x_BTD: Array, dr_BTD: Array, interpret: bool
 ) -> tuple[Array, Array]:
     """A program keeps the gradients of a block of inner units in registers while it goes through its examples."""
