@@ -180,7 +180,7 @@ def _call(
 ) -> Callable[..., Any]:
     call = mg.kernel(
         kernel,
-        out_type=[jax.ShapeDtypeStruct(*out) for out in outs],
+        out_type=tuple(jax.ShapeDtypeStruct(*out) for out in outs),
         scratch_types=scratch,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
