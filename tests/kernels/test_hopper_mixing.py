@@ -38,8 +38,8 @@ def kernels_of(function: Any, *arrays: Any) -> list[str]:
     return [name for kernel in names for name in (f"mosaic_{kernel}", kernel) if f"name={name}\n" in text]
 
 
-def test_the_recipes_shape_takes_the_mosaic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_mixing, "LOWERS", True)
+@needs_jax_0_11
+def test_the_recipes_shape_takes_the_mosaic_kernels() -> None:
     assert kernels_of(with_gradients, *abstract(**RECIPE)) == [
         "mosaic_token_mixing",
         "mosaic_token_mixing_backward",
@@ -81,8 +81,9 @@ def test_the_gradient_of_the_weights_alone_may_be_tritons(
     differs: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hopper_mixing, "LOWERS", True)
-    mixed = ["mosaic_token_mixing", "mosaic_token_mixing_backward", "token_mixing_weights"]
-    assert kernels_of(with_gradients, *abstract(**(RECIPE | differs))) == mixed
+    _, down, x = abstract(**(RECIPE | differs))
+    assert hopper_mixing.suits(down, x)
+    assert hopper_mixing.weight_splits(down, x) is None
 
 
 @pytest.mark.parametrize(("B", "F", "splits"), [(768, 512, 16), (768, 256, 32), (1024, 320, 16), (768, 320, 24)])
@@ -97,8 +98,8 @@ def test_before_jax_0_11_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None
     assert kernels_of(with_gradients, *abstract(**RECIPE)) == TRITON
 
 
-def test_a_pack_takes_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_mixing, "LOWERS", True)
+@needs_jax_0_11
+def test_a_pack_takes_tritons() -> None:
     pack = jax.tree.map(lambda one: jax.ShapeDtypeStruct((2, *one.shape), one.dtype), abstract(**RECIPE))
     assert kernels_of(jax.vmap(with_gradients), *pack) == TRITON
     shared = *abstract(**RECIPE)[:2], pack[2]  # the same weights for all
@@ -112,6 +113,12 @@ def test_a_shifted_version_of_the_weights_is_0_beyond_them(version: int) -> None
     shifted = hopper_mixing._shifted(jnp.ones((97, 3)), 104)
     assert shifted.shape == (8, 104, 3)
     assert (jnp.flatnonzero(shifted[version, :, 0]) == jnp.arange(version, version + 97)).all()
+
+
+@needs_jax_0_11
+def test_the_gradient_of_the_weights_alone_is_tritons_in_a_step() -> None:
+    mixed = ["mosaic_token_mixing", "mosaic_token_mixing_backward", "token_mixing_weights"]
+    assert kernels_of(with_gradients, *abstract(**(RECIPE | {"T": 98}))) == mixed
 
 
 @needs_jax_0_11

@@ -42,6 +42,7 @@ GATING_REGISTERS, ADDING_REGISTERS = 144, 184  # of the gradient of the weights:
 
 TILED = (mg.TilingTransform((8, CHANNELS)), mg.SwizzleTransform(128))
 TILE = mg.ACC((CHANNELS, CHANNELS), jnp.float32)
+load: Any = mg.load  # of any type: that of jax 0.10 wants an index
 COMPILER = mg.CompilerParams(approx_math=True)  # for tanh, as in token_mixing.py
 
 
@@ -103,7 +104,7 @@ def _gradients(gate: Array, up: Array, d_inner: Array) -> tuple[Array, Array, Ar
 
 def _loaded(ref: Any) -> Array:
     """[rows, C] of shared memory as [C, rows] in registers, as the tensor cores take and give them."""
-    return mg.load(ref.transpose((1, 0)), (), layout=mg.Layout.WGMMA, optimized=False)
+    return load(ref.transpose((1, 0)), layout=mg.Layout.WGMMA, optimized=False)
 
 
 def _window(example: Any, T: int) -> Any:
@@ -354,12 +355,8 @@ def backward(
                 example, channel = blocks.at(n)
                 channel += group * CHANNELS
                 x_RC, y_RC, dr_RC = x_s.at[group], y_s.at[group], dy_s.at[group]
-                scale_C = mg.load(
-                    scale_ref.at[example, pl.ds(channel, CHANNELS)],
-                    (),
-                    layout=mg.Layout.WGMMA.reduce(1),
-                    optimized=False,
-                )
+                scales = scale_ref.at[example, pl.ds(channel, CHANNELS)]
+                scale_C = load(scales, layout=mg.Layout.WGMMA.reduce(1), optimized=False)
                 mg.barrier_wait(y_full)
                 mg.barrier_wait(dy_full)
                 y_CR, dy_CR = _loaded(y_RC).astype(jnp.float32), _loaded(dr_RC).astype(jnp.float32)
