@@ -4,7 +4,7 @@ fetches while the others multiply, and what the next block of channels needs is 
 
 A fetch from memory begins at a row that 8 divides; an example of 97 positions does not. So an example is read as a
 window of 128 rows that begins up to 7 rows before it, and the weights exist in 8 versions, shifted by as many rows and
-0 elsewhere, so that the rows of its neighbours add nothing.
+0 elsewhere, so that the rows of its neighbours add nothing, as long as they are finite.
 
 Two barriers guard what is fetched: `_full`, where the fetched bytes arrive and the consumers wait, and `_free`, where
 the consumers arrive once they have read them and the fetching warpgroup waits before it writes the next ones there.
@@ -36,9 +36,10 @@ ROWS = 128
 CHANNELS = 64  # of a warpgroup's tile, and as many inner units: a row of 128 bytes, which is the widest swizzle
 GROUPS = 2  # of warps, which multiply; one more fetches
 FORWARD_SLOTS, DOWN_SLOTS, BACKWARD_SLOTS, WEIGHTS_SLOTS = 3, 2, 2, 4  # as many as shared memory holds
-# Of a thread. All warpgroups together have 512; where they ask for more, the last one waits for ever.
+# Of a thread. Three warpgroups start with 168 each, and four with 128; one that asks for more than the others have
+# given back waits for ever.
 FETCHING_REGISTERS, MULTIPLYING_REGISTERS = 40, 232
-GATING_REGISTERS, ADDING_REGISTERS = 144, 184  # of the gradient of the weights: 144 + 144 + 184 + 40
+GATING_REGISTERS, ADDING_REGISTERS = 144, 184  # in the gradient of the weights
 
 TILED = (mg.TilingTransform((8, CHANNELS)), mg.SwizzleTransform(128))
 TILE = mg.ACC((CHANNELS, CHANNELS), jnp.float32)
