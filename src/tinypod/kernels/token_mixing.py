@@ -21,7 +21,6 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from tinypod.kernels import hopper_mixing
 from tinypod.kernels.calling import by_rows, splits_width, stated_cost
 from tinypod.sharding import Placement
 
@@ -80,8 +79,11 @@ mix.defvjp(_mix_forward, _mix_backward)
 
 def _forward(gate_up_T2F: Array, down_FT: Array, x_BTD: Array, epsilon: float, interpret: bool) -> tuple[Array, Array]:
     kernel: Kernel = partial(_triton_forward, epsilon=epsilon, interpret=interpret)
-    if not interpret and hopper_mixing.suits(down_FT, x_BTD):
-        kernel = _unless_packed(partial(hopper_mixing.forward, epsilon=epsilon), kernel)
+    if not interpret:
+        from tinypod.kernels import hopper_mixing  # on a Hopper GPU alone: Mosaic GPU takes half a second to import
+
+        if hopper_mixing.suits(down_FT, x_BTD):
+            kernel = _unless_packed(partial(hopper_mixing.forward, epsilon=epsilon), kernel)
     return kernel(gate_up_T2F, down_FT, x_BTD)
 
 
@@ -90,8 +92,11 @@ def _backward(
 ) -> tuple[Array, Array]:
     """The gradient of x, and that of the sum before the norm, from which the weights' gradients are made."""
     kernel: Kernel = partial(_triton_backward, interpret=interpret)
-    if not interpret and hopper_mixing.suits(down_FT, x_BTD):
-        kernel = _unless_packed(hopper_mixing.backward, kernel)
+    if not interpret:
+        from tinypod.kernels import hopper_mixing
+
+        if hopper_mixing.suits(down_FT, x_BTD):
+            kernel = _unless_packed(hopper_mixing.backward, kernel)
     return kernel(gate_up_T2F, down_FT, x_BTD, y_BTD, scale_BD, dy_BTD)
 
 
@@ -99,9 +104,11 @@ def _weight_gradients(
     gate_up_T2F: Array, down_FT: Array, x_BTD: Array, dr_BTD: Array, interpret: bool
 ) -> tuple[Array, Array]:
     kernel: Kernel = partial(_triton_weight_gradients, interpret=interpret)
-    splits = hopper_mixing.weight_splits(down_FT, x_BTD)
-    if splits and not interpret:
-        kernel = _unless_packed(partial(hopper_mixing.weight_gradients, splits=splits), kernel)
+    if not interpret:
+        from tinypod.kernels import hopper_mixing
+
+        if splits := hopper_mixing.weight_splits(down_FT, x_BTD):
+            kernel = _unless_packed(partial(hopper_mixing.weight_gradients, splits=splits), kernel)
     return kernel(gate_up_T2F, down_FT, x_BTD, dr_BTD)
 
 
