@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as mosaic
 
 from tinypod.kernels.calling import by_rows, splits_width, stating_cost
 from tinypod.sharding import Placement
@@ -70,6 +69,8 @@ def _packed(size: int, batched: tuple[bool, bool], gate_up: Array, x: Array) -> 
 
 
 def multiply(gate_up_D2F: Array, x_MD: Array, interpret: Any = None) -> Array:
+    from jax.experimental.pallas import mosaic_gpu as mosaic  # half a second, of which other devices have nothing
+
     (M, D), F = x_MD.shape, gate_up_D2F.shape[2]
     # Blocks of gates and of ups in turn, so that one fetch brings both.
     in_turn = gate_up_D2F.astype(x_MD.dtype).reshape(D, 2, F // COLUMNS, COLUMNS).swapaxes(1, 2).reshape(D, 2 * F)

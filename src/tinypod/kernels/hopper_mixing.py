@@ -16,7 +16,6 @@ Shape letters: B batch, T positions, D width, F inner width; of a window R rows,
 example; of a warpgroup's tile C channels and I inner units.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +26,8 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mg
-from jax.experimental.xla_metadata import set_xla_metadata
 
-from tinypod.kernels.calling import stated_cost
+from tinypod.kernels.calling import stating_cost
 
 LOWERS = jax.__version_info__ >= (0, 11)  # before, Mosaic GPU does not load what is tiled and transposed
 MULTIPROCESSORS = 132  # of an H100 or H200; where there are fewer, some blocks wait for the others
@@ -194,8 +192,7 @@ def _call(
     )
 
     def with_cost(*arrays: Array) -> Any:
-        # Mosaic GPU drops the metadata that Pallas takes: here it is that of the call itself.
-        with set_xla_metadata(kernel_metadata=json.dumps(stated_cost(multiplications))):
+        with stating_cost(multiplications):
             return call(*arrays)
 
     return with_cost

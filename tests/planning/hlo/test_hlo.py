@@ -421,7 +421,7 @@ def test_calls_that_hide_their_work_are_named() -> None:
     "stated",
     [
         'custom_call_target="tpu_custom_call", backend_config={"cost_estimate":{"flops":"4096","bytes_accessed":"7"}}',
-        'custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/flops=4096/call"}',
+        'custom_call_target="mosaic_gpu_v2", frontend_attributes={kernel_metadata={"flops": "4096"}}',
         'custom_call_target="__gpu$xla.gpu.triton", backend_config={metadata = "{\\22flops\\22: \\224096\\22}"}',
     ],
 )

@@ -46,8 +46,8 @@ def _flops(computation: Computation, instruction: Instruction) -> float:
 
 
 def _stated_flops(instruction: Instruction) -> str:
-    """What a Pallas kernel says of itself: for TPUs as its cost, in Triton metadata, or in its name."""
-    return find(r'flops(?:\\22|[\\":=\s])+(\d+)', instruction.attributes)
+    """What a Pallas kernel says of itself: for TPUs as its cost, for GPUs in its metadata."""
+    return find(r'flops(?:\\22|[\\":\s])+(\d+)', instruction.attributes)
 
 
 def stated_share(instruction: Instruction) -> float | None:
