@@ -174,7 +174,7 @@ def _train(attempt: Attempt, from_step: int | None, profile: tuple[int, int] | N
         stack.enter_context(health.phase("stepping"))
         guard.warm()
         watch = Stopwatch()
-        rows = Rows(step, lambda at, parts: _log(attempt, at, parts, watch, rollbacks, log))
+        rows = Rows(step, lambda at, parts: _log(attempt, at, parts, watch, rollbacks, log), health.beat)
         progress.begin(step)
 
         if step == config.steps and not stop.requested():  # a stop came during the last evaluation
@@ -200,7 +200,7 @@ def _train(attempt: Attempt, from_step: int | None, profile: tuple[int, int] | N
                 rows.owe(step)
                 bad = rows.settle() if evaluating or saving or stop.requested() else None
             if bad is not None:
-                state = _roll_back(attempt, saver, rollbacks, log, bad, rows.last)
+                state = _roll_back(attempt, saver, rollbacks, log, bad, step)
                 outcome.step = step = int(state.step)
                 outcome.best = saver.best()
                 rows.restart(step)
@@ -223,7 +223,13 @@ def _train(attempt: Attempt, from_step: int | None, profile: tuple[int, int] | N
         outcome.stopped_by = stop.by
         progress.detail("saving", f"saving step {step:,}")
         with health.phase("saving"):
-            rows.finish(step)
+            bad = rows.finish(step)
+        if bad is not None:
+            state = _roll_back(attempt, saver, rollbacks, log, bad, step)
+            outcome.step = step = int(state.step)
+            outcome.best = saver.best()
+            progress.detail("saving", f"saving step {step:,}")
+        with health.phase("saving"):
             saver.finish(state, step, rollbacks.in_a_row, log.flush, health.beat)
         guard.check()
     return outcome
@@ -419,8 +425,8 @@ def _check_compiles(
     except RecompileError:
         if attempt.cluster.count == 1:  # what was trained is sound
             with attempt.health.phase("saving"):
-                rows.finish(step)
-                saver.finish(state, step, rollbacks.in_a_row, log.flush, attempt.health.beat)
+                if rows.finish(step) is None:  # else the checkpoint before them is what the next start goes on from
+                    saver.finish(state, step, rollbacks.in_a_row, log.flush, attempt.health.beat)
         raise
 
 

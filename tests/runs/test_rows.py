@@ -25,7 +25,7 @@ def one(step: int) -> dict:
 
 def test_a_row_is_of_the_steps_up_to_the_one_that_owes_it_whatever_came_after() -> None:
     written = Written()
-    rows = Rows(0, written)
+    rows = Rows(0, written, lambda: None)
     for step in range(1, 8):
         rows.add(1, one(step))
         rows.settle()
@@ -38,7 +38,7 @@ def test_a_row_is_of_the_steps_up_to_the_one_that_owes_it_whatever_came_after() 
 
 def test_the_end_writes_what_is_owed_and_what_came_after_apart() -> None:
     written = Written()
-    rows = Rows(10, written)
+    rows = Rows(10, written, lambda: None)
     rows.add(2, {"loss": jnp.array([11.0, 12.0])})
     rows.owe(12)
     rows.add(2, {"loss": jnp.array([13.0, 14.0])})
@@ -49,7 +49,7 @@ def test_the_end_writes_what_is_owed_and_what_came_after_apart() -> None:
 
 def test_of_a_dispatch_only_the_steps_that_were_taken_count() -> None:
     written = Written()
-    rows = Rows(0, written)
+    rows = Rows(0, written, lambda: None)
     rows.add(2, {"loss": np.array([1.0, 2.0, 99.0, 99.0], np.float32)})
     rows.finish(2)
     assert written.rows == [(2, [1, 2])]
@@ -57,7 +57,7 @@ def test_of_a_dispatch_only_the_steps_that_were_taken_count() -> None:
 
 def test_after_going_back_nothing_of_the_steps_that_were_taken_back_is_left() -> None:
     written = Written(bad_at=2)
-    rows = Rows(0, written)
+    rows = Rows(0, written, lambda: None)
     for step in (1, 2):
         rows.add(1, one(step))
     rows.owe(2)
@@ -71,8 +71,20 @@ def test_after_going_back_nothing_of_the_steps_that_were_taken_back_is_left() ->
     assert written.rows == [(2, [1, 2]), (2, [-2])]
 
 
+def test_the_end_says_which_steps_ask_for_a_rollback() -> None:
+    """Those of the row that was owed, after which nothing is written; and those after it."""
+    for bad_at, steps in ((2, [2]), (3, [2, 3])):
+        written = Written(bad_at)
+        rows = Rows(0, written, lambda: None)
+        rows.add(2, {"loss": jnp.array([1.0, 2.0])})
+        rows.owe(2)
+        rows.add(1, one(3))
+        assert rows.finish(3) == BadSteps(bad_at, bad_at)
+        assert [step for step, _ in written.rows] == steps
+
+
 def test_a_long_stretch_without_a_row_is_fetched_as_it_comes() -> None:
-    rows = Rows(0, Written())
+    rows = Rows(0, Written(), lambda: None)
     for step in range(1, 20):
         rows.add(1, one(step))
         assert len(rows._waiting) <= QUEUED

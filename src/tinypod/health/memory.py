@@ -53,8 +53,10 @@ def reuse_freed() -> None:
     the system clears every page again: a sixth of the demo's step. Here they stay with the process, as far as glibc's
     heaps of threads go (64 MiB). Other C libraries have no `mallopt`, and are left alone."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None and jax.local_devices()[0].platform == "cpu":
-        mallopt(_M_MMAP_THRESHOLD, 2**30)
+    if mallopt is None or jax.local_devices()[0].platform != "cpu":
+        return
+    # glibc before 2.35 takes no more than 32 MiB for the first; with the second alone it would map what it kept.
+    if mallopt(_M_MMAP_THRESHOLD, 2**30) or mallopt(_M_MMAP_THRESHOLD, 2**25):
         mallopt(_M_TRIM_THRESHOLD, 2**30)
 
 

@@ -21,8 +21,8 @@ Write = Callable[[int, list[dict[str, float]]], BadSteps | None]
 class Rows:
     """Those of the steps after `step`."""
 
-    def __init__(self, step: int, write: Write) -> None:
-        self._write = write
+    def __init__(self, step: int, write: Write, beat: Callable[[], None]) -> None:
+        self._write, self._beat = write, beat
         self.restart(step)
 
     def restart(self, step: int) -> None:
@@ -52,16 +52,19 @@ class Rows:
         self.last = self._owed
         return self._write(self.last, parts)
 
-    def finish(self, step: int) -> None:
-        """Write all that there is, up to the last step; a rollback is for those who go on."""
-        self.settle()
-        self.owe(step)
-        self.settle()
+    def finish(self, step: int) -> BadSteps | None:
+        """Write all that there is, up to the last step; but not what comes after steps that ask for a rollback."""
+        bad = self.settle()
+        if bad is None:
+            self.owe(step)
+            bad = self.settle()
+        return bad
 
     def _fetch(self) -> None:
         """The only transfer from the device in the loop; waits for it."""
         count, sums = self._waiting.popleft()
         self._fetched += _by_step(count, jax.device_get(sums))
+        self._beat()  # the devices did these: a deadline is for one dispatch, not for all that are queued
 
 
 def _by_step(count: int, sums: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:

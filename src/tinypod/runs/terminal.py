@@ -242,7 +242,7 @@ class TrainingProgress:
             self._texts["train"] = f"{self.metric.label} {self.metric.show(value)}"
         if "perf/examples_per_s" in record:
             self._texts["speed"] = f"{amount(record['perf/examples_per_s'])} examples/s"
-        self._step = step
+        self._step = max(self._step, step)  # the steps after it may be under way already
         self._say(now=False)
 
     def evaluated(self, step: int, record: dict[str, float]) -> None:
