@@ -1,5 +1,6 @@
-"""The gated product of Hopper GPUs against the plain formula, in Mosaic GPU's interpreter."""
+"""The channel MLP of Hopper GPUs against the plain formula, in Mosaic GPU's interpreter."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,65 +14,109 @@ from tinypod.kernels import gated_product
 from tinypod.sharding import MeshConfig
 
 
-def make(batch: int = 2, length: int = 64, width: int = 128, inner: int = 256) -> tuple[jax.Array, jax.Array]:
-    keys = jax.random.split(jax.random.key(0))
+def make(batch: int = 2, length: int = 64, width: int = 128, inner: int = 256) -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(0), 3)
     gate_up = jax.random.normal(keys[0], (width, 2, inner)) / width**0.5
-    return gate_up, jax.random.normal(keys[1], (batch, length, width), jnp.bfloat16)
+    down = jax.random.normal(keys[1], (inner, width)) / inner**0.5
+    return gate_up, down, jax.random.normal(keys[2], (batch, length, width), jnp.bfloat16)
 
 
-def test_the_kernel_is_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+def exactly(*arrays: jax.Array) -> list[jax.Array]:
+    """What the kernels are given, in float32."""
+    return [array.astype(jnp.bfloat16).astype(jnp.float32) for array in arrays]
+
+
+def error(found: jax.Array, exact: jax.Array) -> float:
+    return float(jnp.linalg.norm(found.astype(jnp.float32).reshape(exact.shape) - exact) / jnp.linalg.norm(exact))
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """With fewer processors than tiles, and not a multiple: some take one more than others."""
-    monkeypatch.setattr(gated_product, "PROCESSORS", 3)
-    gate_up, x = make(batch=4)
-    exact = gated_product.plain(gate_up.astype(jnp.bfloat16).astype(jnp.float32), x.astype(jnp.float32))
-    found = gated_product.multiply(gate_up, x.reshape(-1, x.shape[2]), interpret=InterpretGPUParams())
-    plain = gated_product.plain(gate_up, x)
-
-    def error(y: jax.Array) -> float:
-        return float(jnp.linalg.norm(y.astype(jnp.float32).reshape(exact.shape) - exact) / jnp.linalg.norm(exact))
-
-    assert error(found) < 1.2 * error(plain) < 0.01
-
-
-def multiplies(function: Any, *given: Any) -> bool:
-    """Whether the kernel is in a program: the instruction that it multiplies with."""
-    return "wgmma" in str(jax.make_jaxpr(lambda *given: function(*given))(*given))  # anew: traces are kept
-
-
-def test_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither where gradients are wanted, nor for packed runs, nor for rows that do not fill its tiles."""
-    placement = sharding.place(sharding.make_mesh(MeshConfig(devices=1)), {})
-    gate_up, x = make()
-
-    def product(gate_up: jax.Array, x: jax.Array) -> jax.Array:
-        inner = gated_product.fused(gate_up, x, placement)
-        return gated_product.plain(gate_up, x) if inner is None else inner
-
-    assert not multiplies(product, gate_up, x)  # this is a CPU
     monkeypatch.setattr(sharding.Placement, "kernels", "hopper")
-    assert multiplies(product, gate_up, x)
-    assert not multiplies(product, gate_up, x[:, :63])
-    assert not multiplies(product, gate_up, x.astype(jnp.float16))
-    assert not multiplies(product, gate_up[:, :, :200], x)
-    assert not multiplies(lambda gate_up, x: product(gate_up[:96], x[:, :, :96]), gate_up, x)
+    monkeypatch.setattr(gated_product, "PROCESSORS", 3)
+    for name in ("gated", "gated_gradient"):
+        kernel = getattr(gated_product, name)
+        monkeypatch.setattr(gated_product, name, partial(kernel, interpret=InterpretGPUParams()))
+    jax.clear_caches()
 
-    def loss(gate_up: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.sum(product(gate_up, x).astype(jnp.float32))
 
-    expected = jax.grad(lambda *given: jnp.sum(gated_product.plain(*given).astype(jnp.float32)), argnums=(0, 1))
-    for ours, theirs in zip(jax.grad(loss, argnums=(0, 1))(gate_up, x), expected(gate_up, x), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    stopped = jax.lax.stop_gradient
-    assert multiplies(jax.grad(lambda scale: scale * loss(stopped(gate_up), stopped(x))), 1.0)
+def test_the_kernels_are_the_formulas(interpreted: None) -> None:
+    gate_up, down, x = make(batch=4)
+    x = x.reshape(-1, x.shape[2])
+    inner, gates_and_ups = gated_product._gated(*exactly(gate_up, x))
+    plain = gated_product._gated(gate_up, x)
+    assert error(gated_product.gated(gate_up, x), inner) < 1.2 * error(plain[0], inner) < 0.01
+    found = gated_product.gated(gate_up, x, keep=True)
+    np.testing.assert_array_equal(found[0], gated_product.gated(gate_up, x))
+    assert error(found[1], gates_and_ups) < 1.2 * error(plain[1], gates_and_ups) < 0.01
 
-    packed = jax.vmap(product, in_axes=(0, None))(jnp.stack([gate_up, 2 * gate_up]), x)
-    np.testing.assert_array_equal(packed[1], gated_product.plain(2 * gate_up, x))
+    dy = jax.random.normal(jax.random.key(1), x.shape, jnp.bfloat16)
+    exact = gated_product._gated_gradient(*exactly(down, dy, found[1]))
+    expected = gated_product._gated_gradient(down, dy, found[1])
+    assert error(gated_product.gated_gradient(down, dy, found[1]), exact) < 1.2 * error(expected, exact) < 0.01
+
+
+def mlp(placement: sharding.Placement, gate_up: jax.Array, down: jax.Array, x: jax.Array) -> jax.Array:
+    y = gated_product.fused(gate_up, down, x, placement)
+    return gated_product.plain(gate_up, down, x) if y is None else y
+
+
+def gradients(function: Any, *given: jax.Array) -> tuple[jax.Array, ...]:
+    weights = jax.random.normal(jax.random.key(2), given[2].shape)
+
+    def loss(*given: jax.Array) -> jax.Array:
+        return jnp.sum(function(*given).astype(jnp.float32) * weights)
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*given)
+
+
+@pytest.mark.parametrize("rows", [(4, 64), (3, 50)])
+@pytest.mark.parametrize("mesh", [MeshConfig(devices=1), MeshConfig(devices=2)])
+def test_the_mlp_and_its_gradients_are_the_plain_ones(
+    rows: tuple[int, int], mesh: MeshConfig, interpreted: None
+) -> None:
+    """Those of rows that do not fill the tiles, too. Each of two devices has half of the rows, or all of them."""
+    placement = sharding.place(sharding.make_mesh(mesh), {})
+    gate_up, down, x = make(*rows)
+    given = gate_up, down.astype(jnp.bfloat16), x  # as with `fsdp`, and as without
+    exact = gated_product.plain(*exactly(*given))
+    assert error(mlp(placement, *given), exact) < 1.2 * error(gated_product.plain(*given), exact) < 0.02
+    ours, plain = gradients(partial(mlp, placement), *given), gradients(gated_product.plain, *given)
+    for found, other, exact in zip(ours, plain, gradients(gated_product.plain, *exactly(*given)), strict=True):
+        assert found.dtype == other.dtype
+        assert error(found, exact) < 1.2 * error(other, exact) < 0.02
+
+
+def multiplies(function: Any, *given: Any) -> int:
+    """How many kernels are in a program: by the instruction that they multiply with."""
+    return str(jax.make_jaxpr(lambda *given: function(*given))(*given)).count("wgmma_ref")  # anew: traces are kept
+
+
+def test_where_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for packed runs, and not for rows that do not fill the tiles."""
+    placement = sharding.place(sharding.make_mesh(MeshConfig(devices=1)), {})
+    gate_up, down, x = given = make()
+    product = partial(mlp, placement)
+    assert not multiplies(product, *given)  # this is a CPU
+    monkeypatch.setattr(sharding.Placement, "kernels", "hopper")
+    assert multiplies(product, *given)
+    assert not multiplies(product, gate_up, down, x[:, :63])
+    assert not multiplies(product, gate_up, down, x.astype(jnp.float16))
+    assert not multiplies(product, gate_up[:, :, :200], down[:200], x)
+    assert not multiplies(product, gate_up[:96], down[:, :96], x[:, :, :96])
+    assert multiplies(partial(gradients, product), *given) == 2 * multiplies(product, *given)
+
+    packed = jnp.stack([gate_up, 2 * gate_up]), jnp.stack([down, down])
+    in_packs = jax.vmap(product, in_axes=(0, 0, None))
+    np.testing.assert_array_equal(in_packs(*packed, x)[1], gated_product.plain(2 * gate_up, down, x))
+    assert not multiplies(jax.vmap(partial(gradients, product), in_axes=(0, 0, None)), *packed, x)
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(devices=1), MeshConfig(data=2, fsdp=4)])
-def test_it_lowers_for_a_gpu(mesh: MeshConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_lower_for_a_gpu(mesh: MeshConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharding.Placement, "kernels", "hopper")
     placement = sharding.place(sharding.make_mesh(mesh), {})
-    gate_up, x = make(batch=16, width=512, inner=1536)
-    lowered = jax.jit(lambda *given: gated_product.fused(*given, placement)).trace(gate_up, x)
-    assert "mosaic_gpu" in lowered.lower(lowering_platforms=("cuda",)).as_text()
+    given = make(batch=16, width=512, inner=1536)
+    traced = jax.jit(partial(gradients, partial(mlp, placement))).trace(*given)
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("gated_product_gradient") > 0

@@ -1,15 +1,18 @@
-"""`silu(x · gate) · (x · up)` in one pass, on Hopper GPUs.
+"""The channel MLP, `(silu(x · gate) · (x · up)) · down`, on Hopper GPUs: what stands between its products is computed
+while their sums are in registers.
 
-The library's product writes [M, 2F], which another kernel reads to write [M, F]. Here the gate is applied to the sums
-while they are in registers. For passes without gradients: the backward pass wants gate and up, so that a pass that is
-differentiated leaves them in memory as the plain formula does.
+The library's first product writes [M, 2F], which another kernel reads to write [M, F]. Here the product writes [M, F];
+where a backward pass will want them, gates and ups as well. In that pass the gradient of the inner units is never
+written: those of gates and ups are made of the product's sums at once. The products with nothing after them are the
+library's.
 
-A persistent kernel of Mosaic GPU. In each block of threads one warpgroup fetches tiles of x and of the weights into a
-ring in shared memory, and two multiply: each holds 64 rows of `COLUMNS` gates and as many ups.
+Persistent kernels of Mosaic GPU. In each block of threads one warpgroup fetches tiles of both factors into a ring in
+shared memory, and two multiply, 64 rows each.
 
 Shape letters: M rows, D width, F inner width.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,72 +27,238 @@ from tinypod.sharding import Placement
 
 PROCESSORS = 132  # of an H100 or H200; each runs one block of threads
 WARPGROUPS, ROWS = 2, 64  # that multiply, and the rows of each
-COLUMNS = 128  # of gates, and of ups, at a time
-DEPTH = 64  # of the width D at a time
-STAGES = 4  # of the ring
-SNAKE = 8  # tiles of rows that neighbours take before they go on to the next columns: weights stay in the L2 cache
+COLUMNS = 128  # of inner units at a time
+CHUNK = 64  # of them in a row of shared memory: 128 bytes, the widest swizzle
+DEPTH = 64  # of the sum at a time
+SNAKE = 8  # tiles of columns that neighbours take before they go on to the next rows, which they so fetch together
 REGISTERS, FEW_REGISTERS = 232, 40  # of a thread that multiplies, and of one that fetches
 
 
-def fused(gate_up_D2F: Array, x_BTD: Array, placement: Placement) -> Array | None:
+def fused(gate_up_D2F: Array, down_FD: Array, x_BTD: Array, placement: Placement) -> Array | None:
     """None where these devices, or these shapes, have no such kernel."""
     D, _, F = gate_up_D2F.shape
     if placement.kernels != "hopper" or x_BTD.dtype != jnp.bfloat16 or splits_width(placement):
         return None
     if D % DEPTH or F % COLUMNS:
         return None
-    return by_rows(gated, placement, num_weights=1)(gate_up_D2F, x_BTD)
+    return by_rows(swiglu, placement, num_weights=2)(gate_up_D2F, down_FD, x_BTD)
 
 
-def plain(gate_up_D2F: Array, x_BTD: Array) -> Array:
+def plain(gate_up_D2F: Array, down_FD: Array, x_BTD: Array) -> Array:
     gate_up_BT2F = jnp.einsum("btd,dcf->btcf", x_BTD, gate_up_D2F.astype(x_BTD.dtype))
-    return jax.nn.silu(gate_up_BT2F[:, :, 0]) * gate_up_BT2F[:, :, 1]
+    return (jax.nn.silu(gate_up_BT2F[:, :, 0]) * gate_up_BT2F[:, :, 1]) @ down_FD.astype(x_BTD.dtype)
 
 
 @jax.custom_vjp
-def gated(gate_up_D2F: Array, x_BTD: Array) -> Array:
-    return _on_rows(gate_up_D2F, x_BTD)
+def swiglu(gate_up_D2F: Array, down_FD: Array, x_BTD: Array) -> Array:
+    inner_MF = _unless_odd(gated, lambda *given: _gated(*given)[0])(gate_up_D2F, _flat(x_BTD))
+    return (inner_MF @ down_FD.astype(x_BTD.dtype)).reshape(x_BTD.shape)
 
 
-gated.defvjp(lambda gate_up, x: jax.vjp(plain, gate_up, x), lambda pullback, d_inner: pullback(d_inner))
+def _forward(gate_up_D2F: Array, down_FD: Array, x_BTD: Array) -> tuple[Array, tuple[Array, ...]]:
+    inner_MF, gate_up_M2F = _unless_odd(partial(gated, keep=True), _gated)(gate_up_D2F, _flat(x_BTD))
+    y_BTD = (inner_MF @ down_FD.astype(x_BTD.dtype)).reshape(x_BTD.shape)
+    return y_BTD, (gate_up_D2F, down_FD, x_BTD, inner_MF, gate_up_M2F)
 
 
-@custom_vmap
-def _on_rows(gate_up_D2F: Array, x_BTD: Array) -> Array:
-    B, T, D = x_BTD.shape
-    if B * T % (WARPGROUPS * ROWS):
-        return plain(gate_up_D2F, x_BTD)
-    return multiply(gate_up_D2F, x_BTD.reshape(B * T, D)).reshape(B, T, -1)
+def _backward(kept: tuple[Array, ...], dy_BTD: Array) -> tuple[Array, Array, Array]:
+    gate_up_D2F, down_FD, x_BTD, inner_MF, gate_up_M2F = kept
+    x_MD, dy_MD = _flat(x_BTD), _flat(dy_BTD)
+    d_gate_up_M2F = _unless_odd(gated_gradient, _gated_gradient)(down_FD, dy_MD, gate_up_M2F)
+    d_gate_up_MN = d_gate_up_M2F.reshape(x_MD.shape[0], -1)
+    dx_MD = d_gate_up_MN @ gate_up_D2F.reshape(x_MD.shape[1], -1).T.astype(x_MD.dtype)
+    d_gate_up_DN, d_down_FD = (
+        jnp.einsum(
+            "ma,mb->ab", left, right, preferred_element_type=jnp.float32
+        )  # summed over the net's uses as float32
+        for left, right in ((x_MD, d_gate_up_MN), (inner_MF, dy_MD))
+    )
+    d_gate_up_D2F = d_gate_up_DN.reshape(gate_up_D2F.shape).astype(gate_up_D2F.dtype)
+    return d_gate_up_D2F, d_down_FD.astype(down_FD.dtype), dx_MD.reshape(x_BTD.shape)
 
 
-@_on_rows.def_vmap
-def _packed(size: int, batched: tuple[bool, bool], gate_up: Array, x: Array) -> tuple[Array, bool]:
-    """Packed runs have weights of their own, for which the kernel is not made."""
-    return jax.vmap(plain, in_axes=[0 if is_batched else None for is_batched in batched])(gate_up, x), True
+swiglu.defvjp(_forward, _backward)
 
 
-def multiply(gate_up_D2F: Array, x_MD: Array, interpret: Any = None) -> Array:
+def _flat(x_BTD: Array) -> Array:
+    return x_BTD.reshape(-1, x_BTD.shape[-1])
+
+
+def _unless_odd(kernel: Callable[..., Any], formula: Callable[..., Any]) -> Callable[..., Any]:
+    """Of weights and rows: the formula for rows that do not fill the kernel's tiles; and for packed runs, whose weights
+    are their own, for which it is not made."""
+    either = custom_vmap(lambda *given: (formula if given[1].shape[0] % (WARPGROUPS * ROWS) else kernel)(*given))
+
+    @either.def_vmap
+    def packed(size: int, batched: list[bool], *given: Array) -> tuple[Any, Any]:
+        results = jax.vmap(formula, in_axes=[0 if is_batched else None for is_batched in batched])(*given)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return either
+
+
+def _gated(gate_up_D2F: Array, x_MD: Array) -> tuple[Array, Array]:
+    gate_up_M2F = jnp.einsum("md,dcf->mcf", x_MD, gate_up_D2F.astype(x_MD.dtype))
+    return jax.nn.silu(gate_up_M2F[:, 0]) * gate_up_M2F[:, 1], gate_up_M2F
+
+
+def _gated_gradient(down_FD: Array, dy_MD: Array, gate_up_M2F: Array) -> Array:
+    d_inner_MF = dy_MD @ down_FD.T.astype(dy_MD.dtype)
+    return jnp.stack(_through_gate(gate_up_M2F[:, 0], gate_up_M2F[:, 1], d_inner_MF), axis=1)
+
+
+def _sigmoid(x: Array) -> Array:
+    """The card's tanh is one instruction of its slow unit, where 1 / (1 + exp) takes two."""
+    return 0.5 * jnp.tanh(0.5 * x) + 0.5
+
+
+def _through_gate(gate: Array, up: Array, d_inner: Array) -> tuple[Array, Array]:
+    """The gradients of gate and up."""
+    gate32, up32, d32 = gate.astype(jnp.float32), up.astype(jnp.float32), d_inner.astype(jnp.float32)
+    sigmoid = _sigmoid(gate32)
+    silu = gate32 * sigmoid
+    d_gate = d32 * up32 * (sigmoid + silu * (1 - sigmoid))
+    return d_gate.astype(gate.dtype), (d32 * silu).astype(up.dtype)
+
+
+@partial(jax.jit, static_argnames=("keep", "interpret"))  # once, however often a step calls it
+def gated(gate_up_D2F: Array, x_MD: Array, keep: bool = False, interpret: Any = None) -> Any:
+    """The inner units [M, F]; to keep for the backward pass, gates and ups [M, 2, F], too."""
     from jax.experimental.pallas import mosaic_gpu as mosaic  # half a second, of which other devices have nothing
 
-    (M, D), F = x_MD.shape, gate_up_D2F.shape[2]
+    (M, D), F, dtype = x_MD.shape, gate_up_D2F.shape[2], x_MD.dtype
     # Blocks of gates and of ups in turn, so that one fetch brings both.
-    in_turn = gate_up_D2F.astype(x_MD.dtype).reshape(D, 2, F // COLUMNS, COLUMNS).swapaxes(1, 2).reshape(D, 2 * F)
-    tiles = M // (WARPGROUPS * ROWS), F // COLUMNS
-    steps = D // DEPTH
-    tiled = (mosaic.TilingTransform((8, 64)), mosaic.SwizzleTransform(128))
+    in_turn = gate_up_D2F.astype(dtype).reshape(D, 2, F // COLUMNS, COLUMNS).swapaxes(1, 2).reshape(D, 2 * F)
+    slots, chunks = 2, COLUMNS // CHUNK
 
-    def kernel(x_ref: Any, weights_ref: Any, out_ref: Any, *shared: Any) -> None:
-        x_ring, weights_ring, results, full, used = shared
+    def finish(sums: Array, tile: Any, rows: Any, column: Any, *outs: Any, results: Any) -> None:
+        group = jax.lax.axis_index("group")
+        written = tile * ((3 if keep else 1) * chunks)
+
+        def write(values: Array, out: Any, start: Any) -> None:
+            nonlocal written
+            slot = results.at[group, jax.lax.rem(written, jnp.int32(slots))]
+            mosaic.wait_smem_to_gmem(slots - 1, wait_read_only=True)  # what was in this slot has left
+            slot[...] = values.astype(dtype)
+            mosaic.commit_smem()
+            mosaic.copy_smem_to_gmem(slot, out.at[rows, pl.ds(start, CHUNK)])
+            written += 1
+
+        for start in range(0, COLUMNS, CHUNK):
+            gate, up = sums[:, start : start + CHUNK], sums[:, COLUMNS + start : COLUMNS + start + CHUNK]
+            inner, *gate_up = outs
+            if gate_up:
+                write(gate, gate_up[0], column + start)
+                write(up, gate_up[0], F + column + start)
+            write(gate * _sigmoid(gate) * up, inner, column + start)
+
+    found = _product(
+        "gated_product",
+        [x_MD, in_turn],
+        [(M, F)] + [(M, 2 * F)] * keep,
+        columns=2 * COLUMNS,
+        stages=4,
+        finish=finish,
+        scratch={"results": _shared(WARPGROUPS, slots, ROWS, CHUNK)},
+        interpret=interpret,
+    )
+    return (found[0], found[1].reshape(M, 2, F)) if keep else found[0]
+
+
+@partial(jax.jit, static_argnames="interpret")
+def gated_gradient(down_FD: Array, dy_MD: Array, gate_up_M2F: Array, interpret: Any = None) -> Array:
+    """Of gates and ups [M, 2, F]. A tile of both becomes its gradients where it is in shared memory. There is no second
+    place for the next one: a longer ring brings more (0.35 ms where two places took 0.49)."""
+    from jax.experimental.pallas import mosaic_gpu as mosaic
+
+    M, _, F = gate_up_M2F.shape
+    pieces = [(part, chunk) for part in range(2) for chunk in range(COLUMNS // CHUNK)]
+
+    def place(part: int, chunk: int, rows: Any, column: Any) -> tuple[Any, Any]:
+        return rows, pl.ds(part * F + column + chunk * CHUNK, CHUNK)
+
+    def fetch(rows: Any, column: Any, gate_up_ref: Any, _: Any, *, kept: Any, kept_full: Any) -> None:
+        group = jax.lax.axis_index("group")
+        mosaic.wait_smem_to_gmem(0, wait_read_only=True)  # the gradients that were there have left
+        for part, chunk in pieces:
+            source = gate_up_ref.at[place(part, chunk, rows, column)]
+            mosaic.copy_gmem_to_smem(source, kept.at[group, part, chunk], kept_full.at[group])
+
+    def finish(
+        sums: Array, tile: Any, rows: Any, column: Any, _: Any, out_ref: Any, *, kept: Any, kept_full: Any
+    ) -> None:
+        group = jax.lax.axis_index("group")
+        mosaic.barrier_wait(kept_full.at[group])
+        for chunk in range(COLUMNS // CHUNK):
+            gate, up = (kept.at[group, part, chunk] for part in range(2))
+            d_inner = sums[:, chunk * CHUNK : (chunk + 1) * CHUNK]
+            gate[...], up[...] = _through_gate(gate[...], up[...], d_inner)
+        mosaic.commit_smem()
+        for part, chunk in pieces:
+            target = out_ref.at[place(part, chunk, rows, column)]
+            mosaic.copy_smem_to_gmem(kept.at[group, part, chunk], target)
+
+    (found,) = _product(
+        "gated_product_gradient",
+        [dy_MD, down_FD.T.astype(dy_MD.dtype), gate_up_M2F.reshape(M, 2 * F)],
+        [(M, 2 * F)],
+        columns=COLUMNS,
+        stages=5,
+        prepare=fetch,
+        finish=finish,
+        scratch={
+            "kept": _shared(WARPGROUPS, 2, COLUMNS // CHUNK, ROWS, CHUNK),
+            "kept_full": mosaic.Barrier(num_arrivals=len(pieces), num_barriers=WARPGROUPS),
+        },
+        interpret=interpret,
+    )
+    return found.reshape(M, 2, F)
+
+
+def _shared(*shape: int) -> Any:
+    from jax.experimental.pallas import mosaic_gpu as mosaic
+
+    tiled = (mosaic.TilingTransform((8, CHUNK)), mosaic.SwizzleTransform(2 * CHUNK))
+    return mosaic.SMEM(shape, dtype=jnp.bfloat16, transforms=tiled)
+
+
+def _product(
+    name: str,
+    arrays: list[Array],
+    outs: list[tuple[int, int]],
+    *,
+    columns: int,
+    stages: int,
+    finish: Callable[..., None],
+    prepare: Callable[..., None] | None = None,
+    scratch: dict[str, Any],
+    interpret: Any,
+) -> list[Array]:
+    """Of the first two arrays, with so many columns of the second in a tile. The ring has as many stages as shared
+    memory holds. `finish` takes a warpgroup's sums; `prepare` fetches what it needs for that while it multiplies."""
+    from jax.experimental.pallas import mosaic_gpu as mosaic
+
+    (M, D), N = arrays[0].shape, arrays[1].shape[1]
+    tiles, steps = (M // (WARPGROUPS * ROWS), N // columns), D // DEPTH
+
+    def kernel(
+        x_ref: Any, weights_ref: Any, *refs: Any, x_ring: Any, weights_ring: Any, full: Any, used: Any, **own: Any
+    ) -> None:
         group, first = jax.lax.axis_index("group"), jax.lax.axis_index("block")
         my_tiles = jax.lax.div(tiles[0] * tiles[1] - first + PROCESSORS - 1, jnp.int32(PROCESSORS))
 
         def place(tile: Any) -> tuple[Any, Any]:
-            """The first row of a tile, and which block of columns it is of."""
+            """The first row of a tile, and which of the columns' blocks it is in."""
             row, column = mosaic.planar_snake(first + tile * PROCESSORS, tiles, 1, SNAKE)
             return row * (WARPGROUPS * ROWS), column
 
+        def mine(tile: Any) -> tuple[Any, Any]:
+            """This warpgroup's rows, and the first inner unit."""
+            row, column = place(tile)
+            return pl.ds(row + group * ROWS, ROWS), column * COLUMNS
+
         def slot(step: Any) -> Any:
-            return jax.lax.rem(step, jnp.int32(STAGES))
+            return jax.lax.rem(step, jnp.int32(stages))
 
         @pl.when(group < WARPGROUPS)
         def compute() -> None:
@@ -97,15 +266,19 @@ def multiply(gate_up_D2F: Array, x_MD: Array, interpret: Any = None) -> Array:
 
             @pl.loop(0, my_tiles)
             def one(tile: Any) -> None:
-                row, column = place(tile)
-
                 def products(sums: Any) -> Array:
                     @pl.loop(0, steps)
                     def add(i: Any) -> None:
                         step = tile * steps + i
                         mosaic.barrier_wait(full.at[slot(step)])
-                        mine = pl.ds(group * ROWS, ROWS)
-                        mosaic.wgmma(sums, x_ring.at[slot(step), mine], weights_ring.at[slot(step)])
+                        rows = pl.ds(group * ROWS, ROWS)
+                        mosaic.wgmma(sums, x_ring.at[slot(step), rows], weights_ring.at[slot(step)])
+                        if prepare:
+
+                            @pl.when(i == min(2, steps - 1))  # by when the tile before has been written
+                            def ahead() -> None:
+                                prepare(*mine(tile), *refs, **own)
+
                         mosaic.wgmma_wait(1)  # of the step before: what it read may be overwritten
 
                         @pl.when(i > 0)
@@ -114,16 +287,9 @@ def multiply(gate_up_D2F: Array, x_MD: Array, interpret: Any = None) -> Array:
 
                     return sums[...]
 
-                sums = pl.run_scoped(products, mosaic.ACC((ROWS, 2 * COLUMNS), jnp.float32))
+                sums = pl.run_scoped(products, mosaic.ACC((ROWS, columns), jnp.float32))
                 mosaic.barrier_arrive(used.at[slot(tile * steps + steps - 1)])
-                mosaic.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's results have left
-                for part, start in enumerate(range(0, COLUMNS, 64)):
-                    gate, up = sums[:, start : start + 64], sums[:, COLUMNS + start : COLUMNS + start + 64]
-                    # The card's tanh is one instruction of its slow unit, where 1 / (1 + exp) takes two.
-                    results[group, part] = (gate * (0.5 * jnp.tanh(0.5 * gate) + 0.5) * up).astype(x_MD.dtype)
-                    mosaic.commit_smem()
-                    rows, columns = pl.ds(row + group * ROWS, ROWS), pl.ds(column * COLUMNS + start, 64)
-                    mosaic.copy_smem_to_gmem(results.at[group, part], out_ref.at[rows, columns])
+                finish(sums, tile, *mine(tile), *refs, **own)
 
             mosaic.wait_smem_to_gmem(0)
 
@@ -132,9 +298,9 @@ def multiply(gate_up_D2F: Array, x_MD: Array, interpret: Any = None) -> Array:
             mosaic.set_max_registers(FEW_REGISTERS, action="decrease")
             all_steps = my_tiles * steps
 
-            @pl.loop(0, all_steps + STAGES)  # at the end, until all that was fetched is used
+            @pl.loop(0, all_steps + stages)  # at the end, until all that was fetched is used
             def bring(step: Any) -> None:
-                @pl.when(step >= STAGES)
+                @pl.when(step >= stages)
                 def wait() -> None:
                     mosaic.barrier_wait(used.at[slot(step)])
 
@@ -142,30 +308,30 @@ def multiply(gate_up_D2F: Array, x_MD: Array, interpret: Any = None) -> Array:
                 def copy() -> None:
                     row, column = place(jax.lax.div(step, jnp.int32(steps)))
                     depth = pl.ds(jax.lax.rem(step, jnp.int32(steps)) * DEPTH, DEPTH)
-                    rows, columns = pl.ds(row, WARPGROUPS * ROWS), pl.ds(column * 2 * COLUMNS, 2 * COLUMNS)
+                    x, weights = x_ref.at[pl.ds(row, WARPGROUPS * ROWS), depth], weights_ref.at[depth]
                     barrier = full.at[slot(step)]
-                    mosaic.copy_gmem_to_smem(x_ref.at[rows, depth], x_ring.at[slot(step)], barrier)
-                    mosaic.copy_gmem_to_smem(weights_ref.at[depth, columns], weights_ring.at[slot(step)], barrier)
+                    mosaic.copy_gmem_to_smem(x, x_ring.at[slot(step)], barrier)
+                    part = weights.at[:, pl.ds(column * columns, columns)]
+                    mosaic.copy_gmem_to_smem(part, weights_ring.at[slot(step)], barrier)
 
-    shared = partial(mosaic.SMEM, dtype=x_MD.dtype, transforms=tiled)
     call = mosaic.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((M, F), x_MD.dtype),
-        scratch_types=[
-            shared((STAGES, WARPGROUPS * ROWS, DEPTH)),
-            shared((STAGES, DEPTH, 2 * COLUMNS)),
-            shared((WARPGROUPS, COLUMNS // 64, ROWS, 64)),
-            mosaic.Barrier(num_arrivals=2, num_barriers=STAGES),  # both copies
-            mosaic.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES),
-        ],
+        out_type=tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in outs),
+        scratch_types={
+            "x_ring": _shared(stages, WARPGROUPS * ROWS, DEPTH),
+            "weights_ring": _shared(stages, DEPTH, columns),
+            "full": mosaic.Barrier(num_arrivals=2, num_barriers=stages),  # both copies
+            "used": mosaic.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+            **scratch,
+        },
         grid=(PROCESSORS,),
         grid_names=("block",),
         num_threads=WARPGROUPS + 1,
         thread_name="group",
-        kernel_name="gated_product",
+        kernel_name=name,
         compiler_params=mosaic.CompilerParams(approx_math=True),
         interpret=interpret,
     )
-    with stating_cost(2 * M * D * F):
-        out: Array = call(x_MD, in_turn)
-    return out
+    with stating_cost(M * D * N):
+        found: list[Array] = list(call(*arrays))
+    return found

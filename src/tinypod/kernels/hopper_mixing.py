@@ -18,6 +18,7 @@ example; of a warpgroup's tile C channels and I inner units.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -198,6 +199,8 @@ def _call(
     return with_cost
 
 
+# Compiled once, however often a step calls it: tracing and compiling a kernel takes half a second.
+@partial(jax.jit, static_argnames="epsilon")
 def forward(gate_up_T2F: Array, down_FT: Array, x_BTD: Array, epsilon: float) -> tuple[Array, Array]:
     """y, and the scale of its norm [B, D]."""
     (B, T, D), F = x_BTD.shape, down_FT.shape[0]
@@ -322,6 +325,7 @@ def forward(gate_up_T2F: Array, down_FT: Array, x_BTD: Array, epsilon: float) ->
     )(x_BTD.reshape(B * T, D), *_weights(gate_up_T2F, down_FT, N))
 
 
+@jax.jit
 def backward(
     gate_up_T2F: Array, down_FT: Array, x_BTD: Array, y_BTD: Array, scale_BD: Array, dy_BTD: Array
 ) -> tuple[Array, Array]:
@@ -478,6 +482,7 @@ def backward(
     )(*(a.reshape(B * T, D) for a in (x_BTD, y_BTD, dy_BTD)), scale_BD, *_weights(gate_up_T2F, down_FT, ROWS))
 
 
+@partial(jax.jit, static_argnames="splits")
 def weight_gradients(
     gate_up_T2F: Array, down_FT: Array, x_BTD: Array, dr_BTD: Array, splits: int
 ) -> tuple[Array, Array]:

@@ -31,6 +31,7 @@ class Chip(NamedTuple):
     products of each part of a layer at the recipes' width of 512 (benchmarks/kernel_cycles.py)."""
 
     vmem_bytes: int  # of one core
+    cores: int
     channel: float
     channel_backward: float
     token: float
@@ -38,10 +39,10 @@ class Chip(NamedTuple):
     attention: float
 
 
-_V4 = Chip(16 * MIB, channel=0.89, channel_backward=0.81, token=0.67, token_backward=0.68, attention=0.37)
-_V5E = Chip(128 * MIB, channel=0.92, channel_backward=0.93, token=0.78, token_backward=0.82, attention=0.44)
-_V5P = Chip(64 * MIB, channel=0.91, channel_backward=0.93, token=0.78, token_backward=0.81, attention=0.43)
-_V6E = Chip(128 * MIB, channel=0.73, channel_backward=0.75, token=0.33, token_backward=0.34, attention=0.14)
+_V4 = Chip(16 * MIB, 2, channel=0.89, channel_backward=0.81, token=0.67, token_backward=0.68, attention=0.37)
+_V5E = Chip(128 * MIB, 1, channel=0.92, channel_backward=0.93, token=0.78, token_backward=0.82, attention=0.44)
+_V5P = Chip(64 * MIB, 2, channel=0.91, channel_backward=0.93, token=0.78, token_backward=0.81, attention=0.43)
+_V6E = Chip(128 * MIB, 1, channel=0.73, channel_backward=0.75, token=0.33, token_backward=0.34, attention=0.14)
 _OTHER = _V6E._replace(vmem_bytes=_V4.vmem_bytes)  # the least of each
 # By JAX's names for the device; both of them, where it has had two.
 CHIPS = {
@@ -52,6 +53,7 @@ CHIPS = {
 }
 LANES = 128  # of a register
 INTERMEDIATE_BYTES = 16 * MIB  # more than the compiler takes; it keeps the rest for what is around the kernel
+INNER_BYTES = 20  # for each inner value that is there at a time: five arrays in float32
 LARGEST_BLOCK = 8  # examples: more of them no longer make the products faster
 ROWS = 512  # of a product, about: enough that loading the weights does not cost more than using them
 INNER = 512  # of the channel MLP's inner width at a time
@@ -97,10 +99,20 @@ def _backward_bytes(kernel: Callable[..., Array], down: Array, x_BTD: Array) -> 
     (_, T, D), F, dtype = x_BTD.shape, down.shape[0], x_BTD.dtype
     P = padded(T, dtype)
     if kernel is mix_tokens:
-        weights, sums, moved, inner = 5 * F * P, 2 * 3 * F * P, 4 * P * D, F * math.gcd(D, CHANNELS)
+        weights, sums, moved, inner = 5 * F * P, 3 * F * P, 4 * P * D, _token_inner(D, F)
     else:
-        weights, sums, moved, inner = 3 * D * F, 0, 5 * P * D + 3 * P * F, P * (math.gcd(F, INNER) + D // 2)
-    return (weights + 2 * moved + 3 * P * D) * dtype.itemsize + 4 * (sums + 6 * inner)
+        weights, sums, moved, inner = 3 * D * F, 0, 5 * P * D + 3 * P * F, _channel_inner(P, D, F)
+    return (weights + 2 * moved + 3 * P * D) * dtype.itemsize + 4 * 2 * sums + INNER_BYTES * inner
+
+
+def _token_inner(D: int, F: int) -> int:
+    """Inner values that are there at a time."""
+    return F * math.gcd(D, CHANNELS)
+
+
+def _channel_inner(P: int, D: int, F: int) -> int:
+    """The same, of an example; the sum over the inner width counts as some of them."""
+    return P * (math.gcd(F, INNER) + D // 2)
 
 
 def chip_of(placement: Placement) -> Chip:
@@ -157,7 +169,9 @@ def _tokens_forward(
     return _call(
         *("token_mixing", kernel, settings, weights, (x_BTD,), outs),
         multiplications=3 * B * T * D * F,
+        exponentials=B * F * D,
         share=settings.chip.token,
+        inner=_token_inner(D, F),
     )
 
 
@@ -204,7 +218,9 @@ def _mix_tokens_backward(settings: Settings, saved: Any, dy_BTD: Array) -> tuple
         outs=[jax.ShapeDtypeStruct(x_BTD.shape, dtype)],
         sums=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, F, P), (F, P))],
         multiplications=8 * B * T * D * F,
+        exponentials=B * F * D,
         share=settings.chip.token_backward,
+        inner=_token_inner(D, F),
     )
     d_gate_up_T2F = jnp.transpose(d_up_C2FP.sum(axis=0)[:, :, :T], (2, 0, 1))
     return d_gate_up_T2F.astype(gate_up_T2F.dtype), d_down_CFP.sum(axis=0)[:, :T].astype(down_FT.dtype), dx_BTD
@@ -257,7 +273,9 @@ def _channels_forward(
     return _call(
         *("channel_mlp", kernel, settings, weights, (x_BTD,), outs),
         multiplications=3 * B * T * D * F,
+        exponentials=B * T * F,
         share=settings.chip.channel,
+        inner=_channel_inner(padded(T, dtype), D, F),
         most_rows=ROWS,
     )
 
@@ -296,7 +314,9 @@ def _mix_channels_backward(settings: Settings, saved: Any, dy_BTD: Array) -> tup
         given=(x_BTD, r_BTD, dy_BTD),
         outs=[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes],
         multiplications=5 * B * T * D * F,
+        exponentials=B * T * F,
         share=settings.chip.channel_backward,
+        inner=_channel_inner(P, D, F),
         most_rows=ROWS,
     )
     x_BPD = jnp.pad(x_BTD, ((0, 0), (0, P - T), (0, 0)))
@@ -324,24 +344,35 @@ def _call(
     outs: Sequence[jax.ShapeDtypeStruct],
     *,
     multiplications: int,
+    exponentials: int,
     share: float,
+    inner: int,
     sums: Sequence[jax.ShapeDtypeStruct] = (),
     most_rows: int = 1,
 ) -> Sequence[Array]:
-    """Over blocks of examples, of which the kernel takes groups of about `most_rows` rows. `sums`: over all examples,
-    by the core that added them up. `share`: of the chip's peak."""
+    """Over blocks of examples, of which the kernel takes groups of about `most_rows` rows. `inner`: values that are
+    there for each example of a group. `sums`: over all examples, by the core that added them up. `share`: of the chip's
+    peak, with all its cores."""
     B, T, D = given[0].shape
     dtype = given[0].dtype
     P = padded(T, dtype)
     widths = [math.prod(shape[2:]) for shape in (*(array.shape for array in given), *(out.shape for out in outs))]
     moved = P * sum(widths) * dtype.itemsize
     example_bytes = 2 * moved + len(given) * P * D * dtype.itemsize  # what moves has two buffers
-    whole_bytes = size((*weights, *sums))
-    room = max(0, settings.chip.vmem_bytes * 3 // 4 - whole_bytes) // example_bytes
-    block = 1 << max(1, min(LARGEST_BLOCK, B, room)).bit_length() - 1
-    blocks = pl.cdiv(B, block)
+    whole_bytes = size(weights) + 2 * size(sums)
+
+    def group_of(block: int) -> int:
+        return math.gcd(block, max(1, most_rows // P))
+
+    def needed(block: int) -> int:
+        return whole_bytes + block * example_bytes + INNER_BYTES * inner * group_of(block)
+
+    block = choose_block(B, settings.chip, lambda block: needed(block) <= _most(settings))
+    blocks, group = pl.cdiv(B, block), group_of(block)
+    buffered = whole_bytes + block * example_bytes
     cores = CORES if blocks % CORES == 0 else 1
-    group = math.gcd(block, max(1, most_rows // P))
+    if settings.chip.cores > 1 and (blocks == 1 or (sums and cores == 1)):
+        share /= settings.chip.cores  # the others have nothing to do
 
     def by_example(array: Any) -> pl.BlockSpec:
         rest = array.shape[1:]
@@ -362,11 +393,11 @@ def _call(
         scratch_shapes=[pltpu.VMEM((len(given), group, P, D), dtype)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary" if sums else "parallel"),
-            vmem_limit_bytes=min(_most(settings), whole_bytes + block * example_bytes + INTERMEDIATE_BYTES),
+            vmem_limit_bytes=min(_most(settings), max(needed(block), buffered + INTERMEDIATE_BYTES)),
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * multiplications * P // T,
-            transcendentals=multiplications // (3 * D),
+            transcendentals=exponentials,
             bytes_accessed=size((*weights, *given, *outs, *sums)),
         ),
         interpret=settings.interpret,
@@ -374,6 +405,12 @@ def _call(
         name=name,
     )(*weights, *given)
     return found
+
+
+def choose_block(B: int, chip: Chip, fits: Callable[[int], bool]) -> int:
+    """Examples at a time: as many as fit, but so that two cores have as much to do, where a smaller block does that."""
+    sizes = [size for size in (8, 4, 2, 1) if size <= min(LARGEST_BLOCK, B) and fits(size)] or [1]
+    return next((size for size in sizes if pl.cdiv(B, size) % chip.cores == 0), sizes[0])
 
 
 def pad_rows(ref_PD: Any, x_TD: Array) -> Array:

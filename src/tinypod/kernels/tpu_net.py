@@ -24,11 +24,12 @@ from jax.experimental.pallas import tpu as pltpu
 from tinypod.kernels import tpu_layers
 from tinypod.kernels.calling import by_rows, splits_width, stated_share
 from tinypod.kernels.tpu_layers import (
+    INNER_BYTES,
     INTERMEDIATE_BYTES,
     LANES,
-    LARGEST_BLOCK,
     ROWS,
     add,
+    choose_block,
     dot,
     dot_last,
     gated,
@@ -90,7 +91,18 @@ def suits(stacked: dict[str, Any], num_positions: int, dtype: Any, placement: Pl
     if dtype not in (jnp.bfloat16, jnp.float32) or D % LANES or inner % LANES or head % (LANES // 2):
         return False
     packed = jax.eval_shape(lambda weights: pack(weights, num_positions, dtype), stacked)
-    return size(packed) // num_layers <= tpu_layers.chip_of(placement).vmem_bytes // 2
+    P, vmem_bytes = padded(num_positions, dtype), tpu_layers.chip_of(placement).vmem_bytes
+    layer_bytes, example_bytes = size(packed) // num_layers, _example_bytes(2, P, D, dtype)
+    needed = layer_bytes + example_bytes + _worked_on(packed, P)
+    return layer_bytes <= vmem_bytes // 2 and needed <= vmem_bytes * 15 // 16
+
+
+def _worked_on(net: Net, P: int) -> int:
+    """Bytes that the kernel needs beside the weights and the examples, about."""
+    D = net.mlp.down_LFD.shape[2]
+    if isinstance(net.mixing, TokenMlp):
+        return INNER_BYTES * int(net.mixing.down_LPF.shape[2]) * D
+    return 4 * (2 * P * D + 3 * P * P + 2 * P * D)  # the table of rotary positions, scores, and the sum over the heads
 
 
 def pack(stacked: dict[str, Any], num_positions: int, dtype: Any, rope: tuple[Array, Array] | None = None) -> Net:
@@ -134,7 +146,7 @@ def apply(
 
 
 def _apply(settings: Settings, net: Net, given: tuple[Array, ...]) -> Array:
-    if size(net) < settings.chip.vmem_bytes // 3:
+    if size(net) < settings.chip.vmem_bytes // 3 and _fits(settings, net, given, 1):
         return _call(settings, net, given)
     for i in range(net.mlp.down_LFD.shape[0]):
         mixing, mlp = jax.tree.map(lambda weight, i=i: weight[i : i + 1], (net.mixing, net.mlp))
@@ -142,15 +154,23 @@ def _apply(settings: Settings, net: Net, given: tuple[Array, ...]) -> Array:
     return given[0]
 
 
+def _fits(settings: Settings, net: Net, given: tuple[Array, ...], block: int) -> bool:
+    _, T, D = given[0].shape
+    P, vmem_bytes = padded(T, given[0].dtype), settings.chip.vmem_bytes
+    buffered = size(net) + block * _example_bytes(len(given), P, D, given[0].dtype)
+    return buffered <= vmem_bytes * 5 // 8 and buffered + _worked_on(net, P) <= vmem_bytes * 15 // 16
+
+
 def _call(settings: Settings, net: Net, given: tuple[Array, ...]) -> Array:
     B, T, D = given[0].shape
     dtype = given[0].dtype
     P = padded(T, dtype)
-    example_bytes = P * D * dtype.itemsize * (2 * len(given) + 3)  # what moves has two buffers, and one is worked on
-    room = (settings.chip.vmem_bytes * 5 // 8 - size(net)) // example_bytes
-    block = 1 << max(1, min(LARGEST_BLOCK, B, room)).bit_length() - 1
-    limit = min(settings.chip.vmem_bytes * 15 // 16, size(net) + block * example_bytes + INTERMEDIATE_BYTES)
+    block = choose_block(B, settings.chip, partial(_fits, settings, net, given))
+    buffered = size(net) + block * _example_bytes(len(given), P, D, dtype)
+    limit = min(settings.chip.vmem_bytes * 15 // 16, buffered + max(_worked_on(net, P), INTERMEDIATE_BYTES))
     cost, share = _cost(settings, net, given)
+    if block >= B:
+        share /= settings.chip.cores  # one block is one core's
     examples = pl.BlockSpec((block, T, D), lambda i: (i, 0, 0))
     whole = jax.tree.map(
         lambda weight: pl.BlockSpec(weight.shape, lambda i: (0,) * weight.ndim, pipeline_mode=pl.Buffered(1)), net
@@ -169,6 +189,10 @@ def _call(settings: Settings, net: Net, given: tuple[Array, ...]) -> Array:
         metadata=stated_share(share),
         name="recursion_net",
     )(net, given)
+
+
+def _example_bytes(num_given: int, P: int, D: int, dtype: Any) -> int:
+    return P * D * jnp.dtype(dtype).itemsize * (2 * num_given + 3)  # what moves has two buffers, and one is worked on
 
 
 def _cost(settings: Settings, net: Net, given: tuple[Array, ...]) -> tuple[pl.CostEstimate, float]:

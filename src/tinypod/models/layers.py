@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from tinypod.kernels import attention as kernels
-from tinypod.kernels import gated_product, short_attention, token_mixing, tpu_layers
+from tinypod.kernels import gated_product, residual_norm, short_attention, token_mixing, tpu_layers
 from tinypod.sharding import Placement
 
 TRUNCATED_STD = 0.8796256610342398  # std of a unit normal cut at ±2
@@ -42,6 +42,11 @@ def rms_norm(x: Array, axis: int = -1) -> Array:
     return (x32 * scale).astype(x.dtype)
 
 
+def add_and_norm(x_BTD: Array, y_BTD: Array, placement: Placement) -> Array:
+    fused = residual_norm.fused(x_BTD, y_BTD, RMS_EPSILON, placement)
+    return rms_norm(x_BTD + y_BTD) if fused is None else fused
+
+
 def swiglu_width(width: int, expansion: float, multiple_of: int) -> int:
     return -(-round(expansion * width * 2 / 3) // multiple_of) * multiple_of
 
@@ -56,10 +61,10 @@ def swiglu_init(key: Array, num_layers: int, width: int, inner: int) -> dict[str
 
 
 def swiglu(params: dict[str, Array], x_BTD: Array, placement: Placement) -> Array:
-    inner_BTF = gated_product.fused(params["gate_up"], x_BTD, placement)
-    if inner_BTF is None and placement.on_cpu:
+    fused = gated_product.fused(params["gate_up"], params["down"], x_BTD, placement)
+    if fused is None and placement.on_cpu:
         return _swiglu_of_matrices(params, x_BTD)
-    return linear(gated_product.plain(params["gate_up"], x_BTD) if inner_BTF is None else inner_BTF, params["down"])
+    return gated_product.plain(params["gate_up"], params["down"], x_BTD) if fused is None else fused
 
 
 def _swiglu_of_matrices(params: dict[str, Array], x_BTD: Array) -> Array:
@@ -90,7 +95,7 @@ def token_block(params: dict[str, Array], x_BTD: Array, placement: Placement) ->
 def mlp_block(params: dict[str, Array], x_BTD: Array, placement: Placement) -> Array:
     """SwiGLU over the channels, the residual and the norm."""
     fused = tpu_layers.channel_block(params["gate_up"], params["down"], x_BTD, RMS_EPSILON, placement)
-    return rms_norm(x_BTD + swiglu(params, x_BTD, placement)) if fused is None else fused
+    return add_and_norm(x_BTD, swiglu(params, x_BTD, placement), placement) if fused is None else fused
 
 
 def rope_tables(num_positions: int, head_dim: int, theta: float) -> tuple[Array, Array]:

@@ -236,7 +236,7 @@ def make_net(
         if gather is not None:
             layer = gather(group, layer, config.dtype)
         if isinstance(mixing, AttentionMixing):
-            x_BTD = layers.rms_norm(x_BTD + layers.attention(layer["attention"], x_BTD, rope, fused))
+            x_BTD = layers.add_and_norm(x_BTD, layers.attention(layer["attention"], x_BTD, rope, fused), fused)
         else:
             x_BTD = layers.token_block(layer["token_mlp"], x_BTD, fused)
         return layers.mlp_block(layer["mlp"], x_BTD, fused)
@@ -270,10 +270,15 @@ def make_detached_net(
     dtype, mixing = jnp.dtype(config.dtype), config.mixing
     if not config.fused or not tpu_net.suits(weights["L"], num_positions, dtype, placement):
         return make_net(config, num_positions, placement), weights
-    if placement.gather is not None:
-        weights = {name: placement.gather(_group(config), stacked, dtype) for name, stacked in weights.items()}
     rope = _rope(config, num_positions)
-    packed = {name: tpu_net.pack(stacked, num_positions, dtype, rope) for name, stacked in weights.items()}
+
+    def pack(stacked: Params) -> tpu_net.Net:
+        if placement.gather is not None:
+            stacked = placement.gather(_group(config), stacked, dtype)
+        return tpu_net.pack(stacked, num_positions, dtype, rope)
+
+    packed = {"L": pack(weights["L"])}
+    packed["H"] = pack(weights["H"]) if config.separate_nets else packed["L"]
     num_heads = mixing.num_heads if isinstance(mixing, AttentionMixing) else 1
 
     def net(packed: Any, h_BTD: Array, injection_BTD: Array | None) -> Array:

@@ -3,8 +3,8 @@
 A plan is the analysis of the compiled step (`analysis.py`), which is kept in a cache, and a prediction from it:
 
 * on the chip, for each kernel, the TPU compiler's own estimate of its cycles, but never less than its roofline (matrix
-  products by peak speed, bytes by HBM bandwidth). Of our own kernels it has no estimate: they state their products,
-  bytes, and the share of the peak that its schedules leave them;
+  products by peak speed, bytes by HBM bandwidth). Of our own kernels it has no estimate: they state their products
+  and the share of the peak that its schedules leave them;
 * between chips, what each sends as if nothing else happened meanwhile: the compiler overlaps some of it.
 
 The method has not been compared with a TPU. `docs/performance.md` compares the roofline with an H200.
@@ -40,7 +40,7 @@ class Prediction(Facts):
     hbm_s: float  # bytes at full bandwidth
     interconnect_s: float | None  # None: its speed is not known
     bound: Literal["compute", "HBM", "interconnect", "latency"]  # latency: many small kernels, each far from a limit
-    estimated_share: float  # of `on_chip_s`: kernels for which the compiler has an estimate
+    estimated_share: float  # of `on_chip_s`: kernels for which the compiler, or the kernel itself, has an estimate
 
 
 class Probe(Facts):

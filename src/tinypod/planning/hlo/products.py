@@ -1,7 +1,8 @@
 """The matrix products of one instruction.
 
 FLOPs are those of matrix products alone, as XLA counts them: the TPU compiler writes batched ones as convolutions with
-padded, dilated windows, of which only positions inside the input count. Padding of TPU tiles is ignored.
+padded, dilated windows, of which only positions inside the input count. Padding of TPU tiles is ignored, except by our
+own TPU kernels, which state what they multiply.
 """
 
 import math
