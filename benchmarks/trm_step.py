@@ -32,7 +32,7 @@ from tinypod import config as configs
 from tinypod import sharding
 from tinypod.data import puzzles
 from tinypod.experiment import Experiment, ExperimentConfig, build
-from tinypod.health.memory import reuse_freed
+from tinypod.health.memory import is_out_of_memory, reuse_freed
 from tinypod.models import trm
 from tinypod.tasks.puzzle_scores import run_steps
 
@@ -143,6 +143,25 @@ def print_kernels(run: Run, count: int, times: int = 3) -> None:
     print(f"| all of {len(found)} names | {len(every) / times:.0f} | | {sum(every) / times:.1f} |\n")
 
 
+def print_row(config: ExperimentConfig, work: str, arguments: argparse.Namespace) -> None:
+    began = time.perf_counter()
+    compiled, run = WORK[work](build(config))
+    compile_s = time.perf_counter() - began
+    seconds, spread = measure(run, arguments.rounds)
+    memory = compiled.memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    flops, moved = least(config, work)
+    print(
+        f"| {1e3 * seconds:.2f} | {1e3 * spread:.2f} | {flops / arguments.peak_tflops / 1e9:.2f} "
+        f"| {moved / arguments.tb_per_s / 1e9:.2f} | {config.batch_size / seconds:,.0f} | {flops / seconds / 1e12:.1f} "
+        f"| {flops / seconds / arguments.peak_tflops / 1e12:.1%} "
+        f"| {(held + memory.temp_size_in_bytes) / 2**30:.1f} | {compile_s:.0f} |",
+        flush=True,
+    )
+    if arguments.kernels:
+        print_kernels(run, arguments.kernels)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configs", nargs="+", type=Path)
@@ -171,23 +190,13 @@ def main() -> None:
                     for batch in arguments.batch_size:
                         fixed = [f"data.path={data}", f"batch_size={batch}", "mesh.devices=1"]
                         config = configs.load(path, [*fixed, *overrides], ExperimentConfig)
-                        began = time.perf_counter()
-                        compiled, run = WORK[work](build(config))
-                        compile_s = time.perf_counter() - began
-                        seconds, spread = measure(run, arguments.rounds)
-                        memory = compiled.memory_analysis()
-                        held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-                        flops, moved = least(config, work)
-                        print(
-                            f"| {path.stem} | {' '.join(overrides) or '–'} | {work} | {batch:,} | {1e3 * seconds:.2f} "
-                            f"| {1e3 * spread:.2f} | {flops / arguments.peak_tflops / 1e9:.2f} "
-                            f"| {moved / arguments.tb_per_s / 1e9:.2f} | {batch / seconds:,.0f} "
-                            f"| {flops / seconds / 1e12:.1f} | {flops / seconds / arguments.peak_tflops / 1e12:.1%} "
-                            f"| {(held + memory.temp_size_in_bytes) / 2**30:.1f} | {compile_s:.0f} |",
-                            flush=True,
-                        )
-                        if arguments.kernels:
-                            print_kernels(run, arguments.kernels)
+                        print(f"| {path.stem} | {' '.join(overrides) or '–'} | {work} | {batch:,} ", end="", flush=True)
+                        try:
+                            print_row(config, work, arguments)
+                        except jax.errors.JaxRuntimeError as error:
+                            if not is_out_of_memory(error):
+                                raise
+                            print("| does not fit" + " |" * 9, flush=True)
 
 
 if __name__ == "__main__":
