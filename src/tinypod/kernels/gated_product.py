@@ -67,12 +67,9 @@ def _backward(kept: tuple[Array, ...], dy_BTD: Array) -> tuple[Array, Array, Arr
     d_gate_up_M2F = _unless_odd(gated_gradient, _gated_gradient)(down_FD, dy_MD, gate_up_M2F)
     d_gate_up_MN = d_gate_up_M2F.reshape(x_MD.shape[0], -1)
     dx_MD = d_gate_up_MN @ gate_up_D2F.reshape(x_MD.shape[1], -1).T.astype(x_MD.dtype)
-    d_gate_up_DN, d_down_FD = (
-        jnp.einsum(
-            "ma,mb->ab", left, right, preferred_element_type=jnp.float32
-        )  # summed over the net's uses as float32
-        for left, right in ((x_MD, d_gate_up_MN), (inner_MF, dy_MD))
-    )
+    # In float32, as those of the weights' many uses are added up.
+    summed = partial(jnp.einsum, "ma,mb->ab", preferred_element_type=jnp.float32)
+    d_gate_up_DN, d_down_FD = summed(x_MD, d_gate_up_MN), summed(inner_MF, dy_MD)
     d_gate_up_D2F = d_gate_up_DN.reshape(gate_up_D2F.shape).astype(gate_up_D2F.dtype)
     return d_gate_up_D2F, d_down_FD.astype(down_FD.dtype), dx_MD.reshape(x_BTD.shape)
 
