@@ -30,7 +30,8 @@ class Pass:
         multiple_of: int = 1,
     ) -> None:
         self.evaluation, self.rows = evaluation, min(evaluation.rows, limit or evaluation.rows)
-        self.batch_size = -(-min(batch_size, self.rows) // multiple_of) * multiple_of
+        at_once = max(batch_size // evaluation.copies, 1)
+        self.batch_size = -(-min(at_once, self.rows) // multiple_of) * multiple_of
         self._score, self._put = score, put
 
     def compile(self, params: Tree) -> None:

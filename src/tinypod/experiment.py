@@ -289,7 +289,12 @@ def build(
     prepared_specs = sharding.param_specs(task.prepared_rules, jax.eval_shape(task.prepare, shapes), mesh)
     _check_stages(config, mesh, specs)
     task = kind.build(config, opened, sharding.place(mesh, prepared_specs))
-    optimizer = build_optimizer(config.optimizer, config.batch_size, config.steps)
+    if config.optimizer.kind == "muon" and not task.matrices:
+        raise ConfigError(
+            f"optimizer.kind=muon: which weights of a model of kind {config.model.kind} are matrices is not known; "
+            "choose adamw, adam_atan2 or lion"
+        )
+    optimizer = build_optimizer(config.optimizer, config.batch_size, config.steps, task.matrices, mesh)
     ema = config.ema_decay is not None
     settings = step.make_settings(task, optimizer, config.seed, config.ema_decay)
     init = step.make_init(task, optimizer, ema)

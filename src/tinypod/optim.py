@@ -1,19 +1,26 @@
 """Optimizers, schedules, batch scaling. An Optax chain updates the trained parameters; tables are updated by rows.
 
+Which weights are matrices, for Muon, stands beside the model: `(pattern, Matrix)` on parameter names, as sharding rules
+do. Whatever matches none is Adam's.
+
 The rate goes by the step's number, here as in the log: a step that is skipped moves the schedule on. What Adam counts
 for its bias correction are updates.
 """
 
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.sharding import Mesh, PartitionSpec
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from tinypod.config import Config
+from tinypod.sharding import constrain, path_of
 
 Tree = Any  # a nested dict of arrays
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -83,7 +90,36 @@ class LionConfig(_Optimizer):
     beta2: Beta = 0.99  # of the momentum
 
 
-OptimizerConfig = Annotated[AdamAtan2Config | AdamWConfig | LionConfig, Field(discriminator="kind")]
+class AdamPart(Config):
+    """Of Muon: for embeddings, heads and biases."""
+
+    learning_rate: NonNegativeFloat = 1e-4
+    weight_decay: NonNegativeFloat = 0.0
+
+
+class MuonConfig(_Optimizer):
+    """Momentum made orthogonal (kellerjordan.github.io/posts/muon), for the matrices of the hidden layers: the singular
+    values of an update are all about sqrt(max(1, outputs / inputs)) times the rate. Adam has the rest, with the betas,
+    the same schedule, and a rate and a decay of its own."""
+
+    kind: Literal["muon"] = "muon"
+    momentum: Beta = 0.95
+    eps: PositiveFloat = 1e-8
+    adam: AdamPart = AdamPart()
+
+
+OptimizerConfig = Annotated[AdamAtan2Config | AdamWConfig | LionConfig | MuonConfig, Field(discriminator="kind")]
+
+
+class Matrix(NamedTuple):
+    """The dims of a weight that are the inputs of a matrix, and those that are its outputs; any others are a stack of
+    matrices, each by itself."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+Matrices = Sequence[tuple[str, Matrix]]
 
 
 class RowGradients(NamedTuple):
@@ -102,14 +138,17 @@ class Optimizer(NamedTuple):
     share: Callable[[dict[str, Array], Array], Array]  # (settings, step) -> share of the full rate at that step
 
 
-def build_optimizer(config: OptimizerConfig, batch_size: int, total_steps: int) -> Optimizer:
+def build_optimizer(
+    config: OptimizerConfig, batch_size: int, total_steps: int, matrices: Matrices = (), mesh: Mesh | None = None
+) -> Optimizer:
+    """`matrices`: what Muon takes. `mesh`: over which they may be split."""
     scale = batch_scale(config.batch_scaling, batch_size)
     settings = {
         "learning_rate": config.learning_rate * scale,
         "weight_decay": config.weight_decay,
         "beta1": config.beta1,
         "beta2": config.beta2,
-        "eps": config.eps if isinstance(config, AdamWConfig) else 0.0,
+        "eps": config.eps if isinstance(config, AdamWConfig | MuonConfig) else 0.0,
         "clip_norm": config.clip_norm or 0.0,
         "warmup_steps": float(config.schedule.warmup_steps),
         "total_steps": float(total_steps),
@@ -118,9 +157,18 @@ def build_optimizer(config: OptimizerConfig, batch_size: int, total_steps: int) 
         "table_weight_decay": config.tables.weight_decay,
     }
 
+    if isinstance(config, MuonConfig):
+        settings |= {
+            "momentum": config.momentum,
+            "adam_learning_rate": config.adam.learning_rate * scale,
+            "adam_weight_decay": config.adam.weight_decay,
+        }
+
     def direction(values: dict[str, Any]) -> optax.GradientTransformation:
         beta1, beta2 = values["beta1"], values["beta2"]
         match config:
+            case MuonConfig():
+                return scale_by_muon(values["momentum"], matrices, mesh)
             case AdamAtan2Config():
                 return scale_by_adam_atan2(beta1, beta2)
             case AdamWConfig():
@@ -129,12 +177,21 @@ def build_optimizer(config: OptimizerConfig, batch_size: int, total_steps: int) 
                 return optax.scale_by_lion(beta1, beta2)
 
     def chain(values: dict[str, Any], share: Array) -> optax.GradientTransformation:
-        return optax.chain(
-            optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(values["clip_norm"]),
+        clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(values["clip_norm"])
+        move = (
             direction(values),
             optax.add_decayed_weights(values["weight_decay"]),
             optax.scale(-values["learning_rate"] * share),
         )
+        if not isinstance(config, MuonConfig):
+            return optax.chain(clip, *move)
+        adam = optax.chain(
+            optax.scale_by_adam(values["beta1"], values["beta2"], values["eps"]),
+            optax.add_decayed_weights(values["adam_weight_decay"]),
+            optax.scale(-values["adam_learning_rate"] * share),
+        )
+        parts = {"muon": optax.chain(*move), "adam": adam}
+        return optax.chain(clip, optax.partition(parts, lambda params: _parts_of(params, matrices)))
 
     def update(grads: Tree, state: Tree, params: Tree, values: dict[str, Array], share: Array) -> tuple[Tree, Tree]:
         with jax.numpy_dtype_promotion("standard"):  # Optax raises betas that are arrays to the power of an integer
@@ -190,6 +247,70 @@ def scale_by_adam_atan2(beta1: Array | float, beta2: Array | float) -> optax.Gra
         return updates, AdamAtan2State(count, mu, nu)
 
     return optax.GradientTransformation(init, update)
+
+
+def _parts_of(params: Tree, matrices: Matrices) -> Tree:
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "adam" if find_matrix(matrices, path_of(path)) is None else "muon", params
+    )
+
+
+def find_matrix(matrices: Matrices, path: str) -> Matrix | None:
+    return next((matrix for pattern, matrix in matrices if re.fullmatch(pattern, path)), None)
+
+
+class MuonState(NamedTuple):
+    mu: Any
+
+
+def scale_by_muon(
+    momentum: Array | float, matrices: Matrices, mesh: Mesh | None = None
+) -> optax.GradientTransformation:
+    """Nesterov's momentum, orthogonal matrix by matrix."""
+
+    def init(params: Any) -> MuonState:
+        return MuonState(jax.tree.map(jnp.zeros_like, params))
+
+    def direction(path: Any, gradient: Array, mu: Array) -> Array:
+        matrix = find_matrix(matrices, path_of(path))
+        assert matrix is not None, path
+        ahead = momentum * mu + (1 - momentum) * gradient  # its length does not matter: no bias to correct
+        return _orthogonal_update(ahead, matrix, mesh)
+
+    def update(grads: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
+        del params
+        mu = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, state.mu, grads)
+        return jax.tree_util.tree_map_with_path(direction, grads, mu), MuonState(mu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _orthogonal_update(update: Array, matrix: Matrix, mesh: Mesh | None) -> Array:
+    if mesh is not None and mesh.shape["fsdp"] * mesh.shape["tensor"] > 1:
+        # Made whole once: split, each of the products below would exchange what its other factor lacks.
+        update = constrain(update, PartitionSpec(), mesh)
+    stack = [dim for dim in range(update.ndim) if dim not in matrix.inputs + matrix.outputs]
+    order = [*stack, *matrix.inputs, *matrix.outputs]
+    ordered = update.transpose(order)
+    num_inputs, num_outputs = (math.prod(update.shape[dim] for dim in dims) for dims in matrix)
+    flat = orthogonalise(ordered.reshape(-1, num_inputs, num_outputs)) * max(1.0, num_outputs / num_inputs) ** 0.5
+    return flat.reshape(ordered.shape).transpose([order.index(dim) for dim in range(update.ndim)])
+
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # fast rather than exact: singular values end between about 0.7 and 1.2
+NEWTON_SCHULZ_STEPS = 5
+
+
+def orthogonalise(x_BMN: Array) -> Array:
+    """Each matrix with its singular values brought near 1, by products alone; one of zeros stays."""
+    a, b, c = NEWTON_SCHULZ
+    wide = x_BMN.shape[1] <= x_BMN.shape[2]
+    x = x_BMN if wide else jnp.swapaxes(x_BMN, 1, 2)  # the smaller side is squared
+    x = x / (jnp.sqrt(jnp.sum(jnp.square(x), axis=(1, 2), keepdims=True)) + 1e-12)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        square = x @ jnp.swapaxes(x, 1, 2)
+        x = a * x + (b * square + c * (square @ square)) @ x
+    return x if wide else jnp.swapaxes(x, 1, 2)
 
 
 def update_rows(table: Array, grads: RowGradients, learning_rate: Array, weight_decay: Array) -> Array:

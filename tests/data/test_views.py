@@ -62,7 +62,7 @@ def test_views_reach_every_symmetry_of_the_4x4() -> None:
 
 def draw(sampler: views.Sampler, arrays, seed: int, count: int = 512, views_seed: int = 7):
     keys = jax.random.key(seed), jax.random.key(views_seed)
-    return jax.jit(lambda a, k, v: views.draw_examples(sampler, a, k, v, count))(arrays, *keys)
+    return jax.jit(lambda a, k, v: views.draw_examples(sampler, a, jnp.int32(0), k, v, count))(arrays, *keys)
 
 
 def test_fixed_views_are_limited_and_the_same_in_every_draw() -> None:
@@ -110,3 +110,54 @@ def test_groups_are_drawn_by_weight_and_evenly_inside() -> None:
     counts = np.bincount(ids, minlength=10)
     assert counts[:2].min() > 2800  # 3 000 expected each
     assert counts[2:].min() > 180  # 250 expected each
+
+
+def test_fixed_views_begin_with_the_puzzle_itself_and_are_undone() -> None:
+    three, five = (views.fixed_views(views.sudoku_view((2, 3), 8), count) for count in (3, 5))
+    assert np.array_equal(five.tokens[:3], three.tokens)
+    assert np.array_equal(five.cells[:3], three.cells)
+    assert len({np.asarray(cells).tobytes() for cells in five.cells}) == 5
+    grids = jax.random.randint(jax.random.key(1), (4, 36), 0, 8).astype(jnp.uint8)
+    seen = five.apply(grids)
+    assert np.array_equal(seen[:, 0], grids)
+    for number in range(5):
+        tokens, cells = np.asarray(five.tokens[number]), np.asarray(five.cells[number])
+        assert np.array_equal(seen[:, number], tokens[np.asarray(grids)][:, cells])
+        assert tokens[:2].tolist() == [0, 1]  # padding and blanks stay what they are
+    back = five.undo(seen.astype(jnp.uint8)[None], axis=2)
+    assert np.array_equal(back, np.broadcast_to(grids[None, :, None], back.shape))
+
+
+@pytest.mark.parametrize(("rows", "count"), [(10, 4), (10, 10), (7, 16), (5, 1), (6, 12)])
+def test_epochs_offer_every_row_once_before_any_comes_again(rows: int, count: int) -> None:
+    batch = jax.jit(lambda key, number: views.epoch_rows(key, number, rows, count))
+    numbers = range(5 * rows)
+    offered = np.concatenate([batch(jax.random.key(3), jnp.int32(number)) for number in numbers])
+    epochs = offered[: len(offered) // rows * rows].reshape(-1, rows)
+    assert np.array_equal(np.sort(epochs, axis=1), np.broadcast_to(np.arange(rows), epochs.shape))
+    assert len({tuple(epoch) for epoch in epochs.tolist()}) > 4  # each in an order of its own
+    assert not np.array_equal(batch(jax.random.key(4), jnp.int32(0)), offered[:count]) or count == 1
+
+
+def test_epochs_count_to_their_limit() -> None:
+    """Past what an int32 holds; the last batch that steps × batch_size allow."""
+    rows, count = 1000, 768
+    number = views.MOST_EXAMPLES // count - 1
+    found = views.epoch_rows(jax.random.key(0), jnp.int32(number), rows, count)
+    epoch, offset = divmod(number * count, rows)
+    order = jax.random.permutation(jax.random.fold_in(jax.random.key(0), epoch), rows)
+    first = np.asarray(order)[offset:][:count]
+    assert np.array_equal(found[: len(first)], first)
+
+
+def test_a_sampler_of_epochs_draws_by_the_number_of_the_batch() -> None:
+    arrays = views.device_arrays(split_4x4(12, 1)) | {"identifiers": np.arange(12, dtype=np.int32)}
+    arrays = {name: jnp.asarray(x) for name, x in arrays.items()}
+    sampler = views.Sampler(views.sudoku_view((2, 2), 6), None, grouped=False, epochs=True)
+    run_key = jax.random.key(1)
+    draw = jax.jit(lambda number, key: views.draw_examples(sampler, arrays, number, key, run_key, 6))
+    halves = [draw(jnp.int32(number), jax.random.key(number)) for number in range(2)]
+    assert sorted(np.concatenate([half["identifiers"] for half in halves]).tolist()) == list(range(12))
+    again = draw(jnp.int32(1), jax.random.key(7))  # another key: the same puzzles, seen otherwise
+    assert np.array_equal(again["identifiers"], halves[1]["identifiers"])
+    assert not np.array_equal(again["inputs"], halves[1]["inputs"])

@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fixtures import tiny_config, write_4x4
-from tinypod import cli, training
+from tinypod import cli, sharding, training
 from tinypod.errors import ConfigError, DataError, UserError
 from tinypod.evaluate import Evaluator
 from tinypod.runs import orbax_manager
@@ -111,6 +111,14 @@ def test_any_mesh_will_do(trained: Path, mesh: list[str]) -> None:
     for a, b in zip(jax.tree.leaves(other.params), jax.tree.leaves(plain.params), strict=True):
         np.testing.assert_array_equal(a, b)
     assert scores(other) == pytest.approx(scores(plain))
+
+
+def test_weights_go_to_as_many_slices_as_there_are(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of one slice is used on two."""
+    monkeypatch.setattr(sharding, "slice_of", lambda device: device.id % 2)
+    loaded = load_weights(Run(trained), [], "latest")
+    assert loaded.experiment.config.mesh.slices == 2
+    assert [device.id for device in loaded.experiment.mesh.devices.flat] == [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 def test_a_mesh_that_is_asked_for_and_cannot_be_is_an_error(trained: Path) -> None:

@@ -70,6 +70,17 @@ def records(run: Run) -> list[dict[str, float]]:
     ]
 
 
+MUON = {"kind": "muon", "learning_rate": 0.01, "adam": {"learning_rate": 1e-3}}
+
+
+@pytest.mark.slow
+def test_packed_runs_of_muon_are_those_trained_alone(data: Path, tmp_path: Path) -> None:
+    rates = {"optimizer.momentum": 0.5, "optimizer.adam.learning_rate": 3e-3, "optimizer.adam.weight_decay": 0.5}
+    variants = {"as it is": {}, "rates": rates, "rate": {"optimizer.learning_rate": 0.02}}
+    study = load_study(write(tmp_path, data, set={"optimizer": MUON}, variants=variants, seeds=[3]))
+    packed_and_alone(study, tmp_path, atol=5e-4)  # small directions of a gradient are rounded, and then made as long
+
+
 def test_packed_runs_are_those_trained_alone(data: Path, tmp_path: Path) -> None:
     """Everything that a pack may vary differs; three runs on two devices, two to each and one place left over."""
     rates = {"optimizer.learning_rate": 3e-3, "optimizer.schedule.warmup_steps": 5, "optimizer.beta2": 0.99}
@@ -77,7 +88,11 @@ def test_packed_runs_are_those_trained_alone(data: Path, tmp_path: Path) -> None
     others = {"ema_decay": 0.5, "optimizer.weight_decay": 0.3, "task.halting.exploration": 0.7}
     others |= {"task.q_loss_weight": 0.1, "optimizer.tables.learning_rate": 1e-2}
     variants = {"as it is": {}, "rates": rates, "others": others}
-    study = load_study(write(tmp_path, data, variants=variants, seeds=[3]))
+    packed_and_alone(load_study(write(tmp_path, data, variants=variants, seeds=[3])), tmp_path)
+
+
+def packed_and_alone(study: Study, tmp_path: Path, atol: float = 2e-5) -> None:
+    """Three runs, the one and the other way."""
     folder = tmp_path / "packed"
     assert [len(runs) for runs in plan_packs(study.runs, Run(folder), 2)] == [3]
     ended = run_study(study, Run(folder), quiet(), devices=jax.devices()[:2])
@@ -90,7 +105,7 @@ def test_packed_runs_are_those_trained_alone(data: Path, tmp_path: Path) -> None
             assert ours == pytest.approx(theirs, rel=2e-4, abs=1e-5), run.name
         expected = final_state(alone, 10)
         for name, found in final_state(place, 10).items():
-            np.testing.assert_allclose(found, expected[name], rtol=2e-3, atol=2e-5, err_msg=f"{run.name} {name}")
+            np.testing.assert_allclose(found, expected[name], rtol=2e-3, atol=atol, err_msg=f"{run.name} {name}")
     different = {record["train/loss"] for record in (records(run_of(folder, run.name))[-2] for run in study.runs)}
     assert len(different) == 3
 

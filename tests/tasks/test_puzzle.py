@@ -13,11 +13,15 @@ from fixtures import Steps, read_split, tiny_config, write_4x4
 from test_step import assert_near, run
 from test_training import assert_same_states, state_at
 from tinypod import experiment, step, training
+from tinypod.errors import ConfigError
 from tinypod.evaluate import Evaluator
 from tinypod.models import trm
+from tinypod.optim import find_matrix
 from tinypod.planning import analysis
 from tinypod.runs.folder import Run
+from tinypod.sharding import path_of
 from tinypod.solve.refine import make_program, refine
+from tinypod.tasks.puzzle import _cell_losses
 
 ABLATIONS = {
     "single z": "model.single_z=true",
@@ -25,6 +29,7 @@ ABLATIONS = {
     "one-step gradient": "model.one_step_gradient=true",
     "continue loss": "task.continue_loss=true",
 }
+MUON = "optimizer={kind: muon, learning_rate: 0.02, weight_decay: 0.01, adam: {learning_rate: 1e-3}}"
 DEEPER = ("model.H_cycles=2", "model.L_cycles=2")
 EACH = pytest.mark.parametrize("name", ABLATIONS)
 
@@ -96,6 +101,7 @@ def test_both_nets_lie_split_and_are_made_whole_layer_by_layer(data: Path) -> No
         pytest.param(tuple(ABLATIONS.values()), id="all of them"),
         *(pytest.param((override,), id=name, marks=pytest.mark.slow) for name, override in ABLATIONS.items()),
         pytest.param(("optimizer={kind: lion, learning_rate: 1e-4}",), id="lion", marks=pytest.mark.slow),
+        pytest.param((MUON,), id="muon"),
     ],
 )
 def test_it_resumes_to_the_bit(data: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
@@ -105,6 +111,41 @@ def test_it_resumes_to_the_bit(data: Path, tmp_path: Path, overrides: tuple[str,
             outcome = training.train(config, Run(tmp_path / name), Console(file=StringIO()))
             assert outcome.step == steps
     assert_same_states(*(state_at(data, tmp_path / name, 4) for name in ("whole", "parts")))
+
+
+@pytest.mark.parametrize("mixing", ["{kind: mlp}", "{kind: attention, num_heads: 4}"])
+@pytest.mark.parametrize("nets", [(), ("model.separate_nets=true",)])
+def test_muon_has_the_matrices_of_the_layers_and_adam_the_rest(data: Path, mixing: str, nets: tuple[str, ...]) -> None:
+    built = experiment.build(tiny_config(data, MUON, *nets, f"model.mixing={mixing}"), jax.devices()[:1])
+    params = step.select_trained(built.task, built.abstract_params)
+    for key_path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        path = path_of(key_path)
+        matrix = find_matrix(built.task.matrices, path)
+        assert (matrix is not None) == path.startswith("layers"), path
+        if matrix is not None:
+            inputs, outputs = (int(np.prod([leaf.shape[dim] for dim in dims])) for dims in matrix)
+            widths = {"mlp": 16, "token_mlp": 18, "attention": 16}  # 16 cells and 2 positions of the puzzle
+            width = widths[path.split(".")[1]]
+            assert width in (inputs, outputs), path
+            # Gate, up, q, k and v by themselves: what is left over is a stack.
+            assert leaf.size == inputs * outputs * 2 * {"gate_up": 2, "qkv": 3}.get(path.split(".")[2], 1), path
+    text = built.train_step.lower(*built.abstract_inputs).as_text()
+    assert "f64" not in text
+
+
+def test_muon_trains_and_any_mesh_gives_what_one_device_gives(data: Path) -> None:
+    _, sums = run(data, MUON, steps=30)
+    losses = [float(each["loss"] / each["weight"]) for each in sums]
+    assert np.isfinite(losses).all()
+    assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
+    one, _ = run(data, MUON, steps=3)
+    for mesh in ("{data: 8}", "{data: 2, fsdp: 2, tensor: 2}"):
+        eight, _ = run(data, MUON, f"mesh={mesh}", devices=8, steps=3)
+        assert_near(eight, one, 2e-3)
+    # Its state lies split as the weights do.
+    for path, moment in jax.tree_util.tree_leaves_with_path(eight.opt_state):
+        if path_of(path).endswith("layers.mlp.down"):
+            assert moment.addressable_shards[0].data.size * 4 == moment.size
 
 
 @pytest.mark.slow
@@ -188,6 +229,44 @@ def test_with_a_continue_loss_evaluation_stops_where_halting_leads(data: Path) -
         stops[-1] = True
         scores = Evaluator(built.task.open_evaluation(None), built.mesh, built.specs, 8)(params)
         assert scores["steps"] == pytest.approx(1 + stops.argmax(axis=0).mean())
-        _, probabilities = refine(make_program(built), params, np.asarray(tokens))
+        _, probabilities, _ = refine(make_program(built), params, np.asarray(tokens))
         assert np.array_equal(probabilities > 0.5, lead > 0)
     assert not np.array_equal(np.stack(q)[..., 0] > 0, np.stack(q)[..., 0] > np.stack(q)[..., 1])
+
+
+@pytest.mark.parametrize("kind", ["stablemax", "softmax"])
+def test_label_smoothing_spreads_a_share_of_the_target_over_all_tokens(data: Path, kind: str) -> None:
+    random = np.random.default_rng(0)
+    logits, labels = random.normal(size=(3, 16, 6)) * 3, random.integers(2, 6, (3, 16))
+    labels[0, :5] = -100
+    s = np.where(logits >= 0, logits + 1, 1 / (1 - np.minimum(logits, 0))) if kind == "stablemax" else np.exp(logits)
+    log_p = np.log(s / s.sum(axis=-1, keepdims=True))
+    for smoothing in (0.0, 0.2):
+        config = tiny_config(data, f"task.loss={{kind: {kind}, label_smoothing: {smoothing}}}").task
+        found = _cell_losses(config, jnp.asarray(logits, jnp.float32), jnp.asarray(labels))
+        for row in range(3):
+            cells = [i for i in range(16) if labels[row, i] != -100]
+            right = np.mean([-log_p[row, i, labels[row, i]] for i in cells])
+            everywhere = np.mean([-log_p[row, i].mean() for i in cells])
+            assert found[row] == pytest.approx((1 - smoothing) * right + smoothing * everywhere, rel=1e-5)
+
+
+def test_epochs_are_offered_and_resumed_by_the_step(data: Path) -> None:
+    """40 puzzles in batches of 16: after five, each was offered twice."""
+    built = experiment.build(tiny_config(data, "data.sampling=epochs", "data.augmentations=0"), jax.devices()[:1])
+    take = Steps(built)
+    draw = jax.jit(lambda number: step.draw_batch(built.task, take.settings, number, take.feed(0)))
+    batches = [np.asarray(draw(built.put(np.int32(number)))["example"]["inputs"]) for number in range(5)]
+    counts = {puzzle: 0 for puzzle in {row.tobytes() for row in read_split(built, "train").inputs.astype(np.int32)}}
+    for row in np.concatenate(batches):
+        counts[row.tobytes()] += 1
+    expected = {puzzle: 0 for puzzle in counts}
+    for row in read_split(built, "train").inputs.astype(np.int32):
+        expected[row.tobytes()] += 2
+    assert counts == expected
+
+
+def test_epochs_that_cannot_be_are_refused(data: Path) -> None:
+    epochs = "data.sampling=epochs"
+    with pytest.raises(ConfigError, match=r"data\.sampling=epochs counts up to 4,294,967,296 examples"):
+        experiment.build(tiny_config(data, epochs, "steps=300000000"), jax.devices()[:1])

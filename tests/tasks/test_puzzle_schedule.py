@@ -151,7 +151,7 @@ def test_a_plan_is_of_the_deepest_stage(data: Path) -> None:
     assert works[1] is not None
     assert works[0].flops == pytest.approx(works[1].flops, rel=0.02)
     assert works[0].unknown_loops == ()
-    hardware = {"slice": "here", "devices": 1, "usable_bytes": None, "fits": True}
+    hardware = {"slice": "here", "devices": 1, "usable_bytes": None, "peak_flops": None, "fits": True}
     plans = [
         make_plan(built.config, built.task, one, None, (), **hardware)
         for built, one in zip((grown, whole), analyses, strict=True)

@@ -10,9 +10,9 @@ from tinypod import experiment
 from tinypod.data import puzzles
 from tinypod.evaluate import Evaluator
 from tinypod.models import trm
-from tinypod.sharding import ANYWHERE
 from tinypod.solve.refine import make_program, refine
 from tinypod.tasks import puzzle_scores
+from tinypod.tasks.puzzle_thinking import TABLE, ThinkingConfig, make_think
 
 
 def build(folder: Path, rows: int, num_sources: int, devices: int) -> experiment.Experiment:
@@ -30,7 +30,8 @@ def knowing(built: experiment.Experiment) -> trm.Params:
 
 def evaluator(built: experiment.Experiment, split: puzzles.Split, batch: int, steps: int = 3, limit=None) -> Evaluator:
     sources = [f"source{i}" for i in range(int(split.sources.max()) + 1)]
-    pass_over = puzzle_scores.evaluation(built.config.model, split, sources, steps, ANYWHERE)
+    think = make_think(built.config.model, ThinkingConfig(), None, steps)
+    pass_over = puzzle_scores.evaluation(think, split, sources)
     return Evaluator(pass_over, built.mesh, built.specs, batch, limit)
 
 
@@ -42,7 +43,7 @@ def by_hand(built: experiment.Experiment, params: trm.Params, split: puzzles.Spl
         tokens = jnp.asarray(split.inputs[i : i + 1], jnp.int32)
         z, stopped = trm.initial_z(model, params, 1, tokens.shape[1]), None
         for step in range(1, steps + 1):
-            z, logits, q = apply(model, params, z, tokens, params[puzzle_scores.TABLE][:1])
+            z, logits, q = apply(model, params, z, tokens, params[TABLE][:1])
             if stopped is None and q[0, 0] > 0:
                 stopped = step
         right = (np.asarray(jnp.argmax(logits[0], -1)) == split.labels[i])[split.labels[i] > 0]
@@ -56,7 +57,7 @@ def test_every_puzzle_counts_once_whatever_the_batch(tmp_path: Path, rows: int, 
     built = build(tmp_path / "data", rows, 3, devices)
     params, split = knowing(built), read_split(built, "test")
     # A row that the model gets right, so that exact accuracy is not zero throughout.
-    answers, _ = refine(make_program(built, 5), params, split.inputs[:1])
+    answers, _, _ = refine(make_program(built, 5), params, split.inputs[:1])
     split.labels[0] = answers[-1, 0]
     scores = evaluator(built, split, batch, 5)(params)
     expected = by_hand(built, params, split, 5)
@@ -88,10 +89,12 @@ def test_the_step_of_stopping_is_the_first_at_which_q_fires(tmp_path: Path) -> N
 def test_more_steps_than_in_training_are_run(tmp_path: Path) -> None:
     built = build(tmp_path / "data", 8, 1, 1)
     params, split = knowing(built), read_split(built, "test")
-    answers, halting = refine(make_program(built, 12), params, split.inputs)
+    answers, halting, cost = refine(make_program(built, 12), params, split.inputs)
     assert answers.shape == (12, 8, 16)
     assert halting.shape == (12, 8)
+    assert cost.tolist() == [12] * 8
     scores = evaluator(built, split, 8, 12)(params)
+    assert scores["cost"] == 12
     assert scores["cell_accuracy"] == pytest.approx((answers[-1] == split.labels).mean(), abs=1e-6)
 
 

@@ -2,6 +2,7 @@
 
 import glob
 import os
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -116,6 +117,27 @@ HaltSteps = Annotated[
         "--halt-steps", min=1, help="Steps to think: short for task.halting.max_steps=N; default: as trained."
     ),
 ]
+Views = Annotated[
+    int | None,
+    typer.Option(min=1, help="Look at each puzzle in so many symmetric views, itself among them: that many chains."),
+]
+Trajectories = Annotated[
+    int | None, typer.Option(min=1, help="Think about each view so often, with noise after the first time.")
+]
+Noise = Annotated[
+    float | None,
+    typer.Option(min=0.0, help="With --trajectories: its standard deviation, where the state's is 1; try 0.5."),
+]
+NoiseAt = Annotated[
+    Literal["start", "every_step"] | None, typer.Option(help="Add the noise at the start, or before every step.")
+]
+Choose = Annotated[
+    Literal["vote", "confident", "first"] | None,
+    typer.Option(
+        help="One answer of all chains: a `vote` weighted by how sure each is (default), that of the most `confident`, "
+        "or of the `first` to stop; then the cost counted ends there."
+    ),
+]
 CheckpointOption = Annotated[str, typer.Option("--checkpoint", help="Which one: `best`, `latest` or a step.")]
 
 
@@ -123,3 +145,18 @@ def load_config(config: str, overrides: list[str] | None) -> Any:
     from tinypod.runs import folder as runs
 
     return runs.load_config(config, overrides or [])
+
+
+def describe_thinking(thinking: Mapping[str, Any]) -> list[str]:
+    """What was asked for on the command line, in words."""
+    words = {
+        "halt_steps": "{} steps each",
+        "views": "{} views",
+        "trajectories": "{} trajectories",
+        "noise": "noise {}",
+        "noise_at": "at {}",
+        "choose": "{}",
+    }
+    choices = {"vote": "by vote", "confident": "the most confident", "first": "the first to stop"}
+    given = {name: value for name in words if (value := thinking.get(name)) is not None}
+    return [words[name].format(choices.get(value, str(value).replace("_", " "))) for name, value in given.items()]

@@ -6,21 +6,27 @@ from typing import Annotated
 
 import typer
 
-from tinypod.cli.shared import CheckpointOption, HaltSteps, RunFolder, UseOverrides, WeightsOption, app, console
+from tinypod.cli import shared
+from tinypod.cli.shared import app, console
 from tinypod.errors import UserError
 
 
 @app.command()
 def solve(
-    run: RunFolder,
+    run: shared.RunFolder,
     puzzle: Annotated[
         str | None,
         typer.Argument(help="A puzzle in characters (`.` blank), or a file of them, one per line; default: held-out."),
     ] = None,
-    overrides: UseOverrides = None,
-    checkpoint: CheckpointOption = "best",
-    weights: WeightsOption = None,
-    halt_steps: HaltSteps = None,
+    overrides: shared.UseOverrides = None,
+    checkpoint: shared.CheckpointOption = "best",
+    weights: shared.WeightsOption = None,
+    halt_steps: shared.HaltSteps = None,
+    views: shared.Views = None,
+    trajectories: shared.Trajectories = None,
+    noise: shared.Noise = None,
+    noise_at: shared.NoiseAt = None,
+    choose: shared.Choose = None,
     every: Annotated[int, typer.Option(min=1, help="Show every Nth step.")] = 1,
     number: Annotated[
         int | None,
@@ -42,18 +48,25 @@ def solve(
     changes = list(overrides or [])
     if puzzle is not None and "=" in puzzle and not os.path.exists(puzzle):  # `solve RUN model.dtype=float32`
         changes, puzzle = [puzzle, *changes], None
+    thinking = api.Thinking(
+        halt_steps=halt_steps, views=views, trajectories=trajectories, noise=noise, noise_at=noise_at, choose=choose
+    )
     model = api.Model(run, changes, checkpoint, weights, console)
     if puzzle is not None:
-        refinements = model.solve_all(puzzle, halt_steps=halt_steps)
+        refinements = model.solve_all(puzzle, **thinking)
     elif number is not None:
-        refinements = [model.solve(number=number, halt_steps=halt_steps)]
+        refinements = [model.solve(number=number, **thinking)]
     else:
-        refinements = model.solve_held_out(halt_steps=halt_steps)
+        refinements = model.solve_held_out(**thinking)
         chosen, why = stops.most_telling(refinements)
         console.print(f"Of the first {len(refinements)} held-out puzzles, number {chosen}: {why}.", highlight=False)
         refinements = [refinements[chosen]]
     for refinement in refinements:
         console.print(display.render_refinement(refinement, every))
+    if more := shared.describe_thinking(thinking):
+        costs = [refinement.cost or 0 for refinement in refinements]
+        mean = f"{sum(costs) / len(costs):,.1f}".removesuffix(".0")
+        console.print(f"{', '.join(more)}: {mean} steps of the model for a puzzle", highlight=False)
     if len(refinements) > 1:
         console.print(f"solved {sum(r.solved for r in refinements)} of {len(refinements)}", highlight=False)
     if svg is not None:

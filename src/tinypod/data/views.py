@@ -1,13 +1,13 @@
 """Batches made on the device. The base puzzles lie in device memory; each step draws rows and changes them by a random
 symmetry, inside the compiled program. A batch is a pure function of the arrays and a key.
 
-Sampling is with replacement: under adaptive computation a row takes a new example only when it has finished, so most of
-what an epoch-by-epoch order would offer is never looked at anyway.
+Rows are drawn at random, or in epochs: every row once, in an order of its own for each epoch. What is offered is not
+what is learned from: under adaptive computation a row of the batch takes a new example only when it has finished.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from tinypod.data.puzzles import Split
 from tinypod.data.sudoku import FIRST_DIGIT, Box
 
 IGNORED_LABEL = -100
+EPOCHS = 2**32 - 1  # folded into a run's key, in which rows are for their views: no row has this number
+MOST_EXAMPLES = 2**32  # that epochs can count
 
 # key -> (token of each token, cell that each cell comes from)
 View = Callable[[Array], tuple[Array, Array]]
@@ -25,11 +27,12 @@ View = Callable[[Array], tuple[Array, Array]]
 
 @dataclass(frozen=True)
 class Sampler:
-    """How examples are drawn: the symmetries, and how many fixed views a puzzle has (None: endless)."""
+    """How examples are drawn: the symmetries, how many fixed views a puzzle has (None: endless), and the order."""
 
     view: View | None
     augmentations: int | None
     grouped: bool
+    epochs: bool = False
 
 
 def sudoku_view(box: Box, vocab_size: int) -> View:
@@ -56,6 +59,33 @@ def sudoku_view(box: Box, vocab_size: int) -> View:
     return view
 
 
+class Views(NamedTuple):
+    """Symmetries that stay the same: the token of each token [V, vocab], the cell that each cell comes from [V, S]."""
+
+    tokens: Array
+    cells: Array
+
+    def apply(self, grids_BS: Array) -> Array:
+        """[B, V, S]"""
+        return jax.vmap(lambda tokens, cells: tokens[grids_BS][:, cells], out_axes=1)(*self)
+
+    def undo(self, grids: Array, axis: int) -> Array:
+        """Grids seen by the views along an axis, as they are to the others; cells are the last dim."""
+
+        def one(tokens: Array, cells: Array, seen: Array) -> Array:
+            back = jnp.argsort(tokens).astype(seen.dtype)  # both are permutations
+            return back[seen][..., jnp.argsort(cells)]
+
+        return jax.vmap(one, in_axes=(0, 0, axis), out_axes=axis)(self.tokens, self.cells, grids)
+
+
+def fixed_views(view: View, count: int) -> Views:
+    """The first so many of an endless row of symmetries, which begins with the one that changes nothing."""
+    tokens, cells = jax.vmap(lambda number: view(jax.random.fold_in(jax.random.key(0), number)))(jnp.arange(count))
+    unchanged = (jnp.arange(x.shape[1], dtype=x.dtype) for x in (tokens, cells))
+    return Views(*(x.at[0].set(first) for x, first in zip((tokens, cells), unchanged, strict=True)))
+
+
 def device_arrays(split: Split) -> dict[str, Any]:
     """What `draw_examples` reads, as host arrays ready to be put on the device."""
     arrays: dict[str, Any] = {name: getattr(split, name) for name in ("inputs", "labels", "identifiers")}
@@ -67,21 +97,36 @@ def device_arrays(split: Split) -> dict[str, Any]:
 
 
 def draw_examples(
-    sampler: Sampler, arrays: dict[str, Array], key: Array, views_key: Array, count: int
+    sampler: Sampler, arrays: dict[str, Array], number: Array, key: Array, run_key: Array, count: int
 ) -> dict[str, Array]:
-    """`count` examples: inputs and labels int32 [count, S] (unlabelled cells -100), identifiers [count].
+    """The batch of a number, of `count` examples: inputs and labels int32 [count, S] (unlabelled cells -100),
+    identifiers [count].
 
-    `key` decides which, `views_key` what the fixed views of each puzzle are.
+    `key` decides which, `run_key` what the fixed views of each puzzle are and the order of each epoch.
     """
     row_key, view_key = jax.random.split(key)
-    rows = _draw_rows(sampler, arrays, row_key, count)
+    if sampler.epochs:
+        rows = epoch_rows(jax.random.fold_in(run_key, EPOCHS), number, arrays["inputs"].shape[0], count)
+    else:
+        rows = _draw_rows(sampler, arrays, row_key, count)
     inputs, labels = arrays["inputs"][rows].astype(jnp.int32), arrays["labels"][rows].astype(jnp.int32)
     if sampler.view is not None and sampler.augmentations != 0:
         inputs, labels = jax.vmap(_change, in_axes=(None, None, 0, 0, 0, 0))(
-            sampler, views_key, rows, jax.random.split(view_key, count), inputs, labels
+            sampler, run_key, rows, jax.random.split(view_key, count), inputs, labels
         )
     labels = jnp.where(labels == 0, IGNORED_LABEL, labels)
     return {"inputs": inputs, "labels": labels, "identifiers": arrays["identifiers"][rows]}
+
+
+def epoch_rows(key: Array, number: Array, rows: int, count: int) -> Array:
+    """The rows of a batch where batches follow each other through epoch after epoch, of which each is a permutation of
+    all rows: a function of the batch's number, so that resuming has nothing to replay."""
+    start = number.astype(jnp.uint32) * count  # MOST_EXAMPLES is the limit
+    offset = (start % rows).astype(jnp.int32) + jnp.arange(count)
+    touched = (rows + count - 2) // rows + 1  # epochs that a batch can reach into
+    epochs = start // rows + jnp.arange(touched, dtype=jnp.uint32)
+    orders = jax.vmap(lambda epoch: jax.random.permutation(jax.random.fold_in(key, epoch), rows))(epochs)
+    return orders[offset // rows, offset % rows]
 
 
 def _draw_rows(sampler: Sampler, arrays: dict[str, Array], key: Array, count: int) -> Array:

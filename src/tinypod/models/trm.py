@@ -26,6 +26,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from tinypod.config import Config
 from tinypod.kernels import tpu_net
 from tinypod.models import layers
+from tinypod.optim import Matrices, Matrix
 from tinypod.sharding import ANYWHERE, Placement, Rules
 
 Params = dict[str, Any]
@@ -199,6 +200,15 @@ def sharding_rules(config: TrmConfig) -> Rules:
         # Whole on every device: it has no optimizer state, and a split one would be put together at each look-up.
         rules.append((r"puzzle_table", PartitionSpec()))
     return rules
+
+
+# Of the hidden layers, stacked over them. Gate and up, and q, k and v, are matrices of their own.
+MATRICES: Matrices = (
+    (r"layers(_[HL])?\.(token_)?mlp\.gate_up", Matrix((1,), (3,))),
+    (r"layers(_[HL])?\.(token_)?mlp\.down", Matrix((1,), (2,))),
+    (r"layers(_[HL])?\.attention\.qkv", Matrix((1,), (3, 4))),
+    (r"layers(_[HL])?\.attention\.out", Matrix((1, 2), (3,))),
+)
 
 
 def initial_z(config: TrmConfig, params: Params, batch_size: int, num_tokens: int) -> Z | SingleZ:

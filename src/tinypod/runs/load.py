@@ -19,7 +19,8 @@ from tinypod.tasks.task import is_trained, select
 
 TRIES = 5  # a run that trains may remove a checkpoint while it is read
 # Config keys that a trained model may be used with: where and how it computes, what on, how long it thinks.
-USABLE = r"(mesh|data)(\..*)?|eval\.(batch_size|weights)|model\.(dtype|unroll|[HL]_cycles)|task\.halting\.max_steps"
+USABLE = r"(mesh|data)(\..*)?|eval\.(batch_size|weights)|model\.(dtype|unroll|[HL]_cycles)"
+USABLE += r"|task\.(halting\.max_steps|thinking(\..*)?)"
 
 
 class Loaded(NamedTuple):
@@ -62,7 +63,7 @@ def check_overrides(overrides: list[str]) -> None:
             raise ConfigError(
                 f"{key}: a trained model is used as it is, and this key belongs to its training. Keys that can be set "
                 "here: data.*, mesh.*, model.dtype, model.unroll, model.H_cycles, model.L_cycles, "
-                "task.halting.max_steps, eval.batch_size, eval.weights"
+                "task.halting.max_steps, task.thinking.*, eval.batch_size, eval.weights"
             )
 
 
@@ -80,14 +81,16 @@ def _read(checkpoints: Checkpoints, experiment: Experiment, step: int, weights: 
 def _on_these_devices(config: ExperimentConfig, overrides: list[str]) -> ExperimentConfig:
     """A run trained on a pod can be looked at on a laptop: a mesh that does not fit gives way to a plain one, with what
     the overrides ask for."""
+    devices = sharding.all_devices()
     try:
-        config.mesh.shape(len(sharding.all_devices()))
+        sharding.make_mesh(config.mesh, devices)
         return config
     except ConfigError:
         asked: dict[str, Any] = {}
         for text in overrides:
             asked = configs.merge(asked, configs.parse_override(text))
-        plain = configs.validate(asked.get("mesh", {}), sharding.MeshConfig, "mesh")
+        layout = {"slices": sharding.num_slices(devices)} | asked.get("mesh", {})
+        plain = configs.validate(layout, sharding.MeshConfig, "mesh")
         return config.model_copy(update={"mesh": plain})
 
 

@@ -78,9 +78,9 @@ def make_answer(experiment: Experiment) -> Callable[[trm.Params, str], dict[str,
     def answer(params: trm.Params, text: str) -> dict[str, Any]:
         question = parse(text, board)
         if board.box is None:
-            answers, halting = refine(program, params, question[None])
+            answers, halting, _ = refine(program, params, question[None])
             return _steps(board, question, answers[:, 0], halting[:, 0])
-        answers, halting = refine(program, params, sudoku.to_tokens(question[None]))
+        answers, halting, _ = refine(program, params, sudoku.to_tokens(question[None]))
         refined = Refinement(question, sudoku.to_digits(answers[:, 0]), halting[:, 0], board.box)
         found = _steps(board, question, refined.grids, refined.halt_probabilities)
         for step, broken, solved in zip(found["steps"], refined.broken, refined.solved_steps, strict=True):

@@ -27,6 +27,7 @@ class Refinement:
     grids: np.ndarray  # uint8 [steps, S], the whole answer, 0 where no digit was predicted
     halt_probabilities: np.ndarray  # float [steps]; the model would stop at the first above one half
     box: sudoku.Box
+    cost: int | None = None  # steps of the model that the last answer took, over all views and trajectories
 
     @cached_property
     def broken(self) -> np.ndarray:

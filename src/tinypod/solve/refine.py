@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +16,16 @@ from tinypod.experiment import Experiment
 from tinypod.models import trm
 from tinypod.solve import picture
 from tinypod.solve.display import Refinement
-from tinypod.tasks.puzzle import PuzzleTaskConfig, described, open_data
-from tinypod.tasks.puzzle_scores import run_steps, stop_logit
+from tinypod.tasks.puzzle import PuzzleTaskConfig, described, make_thinking, open_data
+from tinypod.tasks.puzzle_thinking import stop_logit
 
 HELD_OUT = 200  # puzzles among which one is chosen that shows much; a large model takes its time for more
-REFINED_AT_ONCE = 256  # puzzles
+REFINED_AT_ONCE = 256  # puzzles, or views and trajectories of them
 
-Program = Callable[[trm.Params, Array], tuple[Array, Array]]
+
+class Program(NamedTuple):
+    run: Callable[[trm.Params, Array], tuple[Array, Array, Array]]  # (params, inputs [B, S]) -> as `refine`
+    at_once: int  # puzzles
 
 
 class Answer(Refinement):
@@ -56,32 +60,31 @@ def refinements(
         if number is not None and number >= len(split):
             raise UserError(f"--number {number}: there are {len(split)} held-out puzzles, numbered from 0")
         questions = sudoku.to_digits(split.inputs[:limit] if number is None else split.inputs[number : number + 1])
-    answers, halting = refine(program or make_program(experiment), params, sudoku.to_tokens(questions))
+    answers, halting, cost = refine(program or make_program(experiment), params, sudoku.to_tokens(questions))
     grids = sudoku.to_digits(answers)
-    return [Answer(question, grids[:, i], halting[:, i], box) for i, question in enumerate(questions)]
+    return [Answer(question, grids[:, i], halting[:, i], box, int(cost[i])) for i, question in enumerate(questions)]
 
 
-def make_program(experiment: Experiment, steps: int | None = None) -> Program:
-    """`(params, inputs [B, S]) -> answers, halting probabilities` as in `refine`, compiled once for each B. `steps`:
-    default the config's task.halting.max_steps."""
+def make_program(experiment: Experiment, steps: int = 0) -> Program:
+    """Compiled once for each number of puzzles. `steps`: default the config's task.halting.max_steps."""
     placement, config = sharding.place(experiment.mesh, experiment.specs), experiment.config
-    steps = config.task.halting.max_steps if steps is None else steps
+    think = make_thinking(config.task, config.model, described(experiment.task.dataset), placement, steps)
 
     @jax.jit
-    def run(params: trm.Params, inputs: Array) -> tuple[Array, Array]:
-        identifiers = jnp.zeros(inputs.shape[0], jnp.int32)
-        answers, q = run_steps(config.model, params, inputs, identifiers, steps, placement)
-        return answers, jax.nn.sigmoid(stop_logit(q, continues=config.task.continue_loss))
+    def run(params: trm.Params, inputs: Array) -> tuple[Array, Array, Array]:
+        answers, q, cost = think(params, inputs, jnp.zeros(inputs.shape[0], jnp.int32))
+        return answers, jax.nn.sigmoid(stop_logit(q, continues=config.task.continue_loss)), cost
 
-    return run
+    return Program(run, max(REFINED_AT_ONCE // config.task.thinking.chains, 1))
 
 
-def refine(program: Program, params: trm.Params, inputs_BS: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The answer (tokens [steps, B, S]) and the halting probability ([steps, B]) after each step."""
-    parts = [inputs_BS[i : i + REFINED_AT_ONCE] for i in range(0, len(inputs_BS), REFINED_AT_ONCE)]
-    done = [jax.device_get(program(params, jnp.asarray(part, jnp.int32))) for part in parts]
-    answers, halting = (np.concatenate(column, axis=1) for column in zip(*done, strict=True))
-    return answers, halting
+def refine(program: Program, params: trm.Params, inputs_BS: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The answer (tokens [steps, B, S]) and the halting probability ([steps, B]) after each step, and how many steps of
+    the model each took ([B])."""
+    parts = [inputs_BS[i : i + program.at_once] for i in range(0, len(inputs_BS), program.at_once)]
+    done = [jax.device_get(program.run(params, jnp.asarray(part, jnp.int32))) for part in parts]
+    answers, halting, cost = zip(*done, strict=True)
+    return np.concatenate(answers, axis=1), np.concatenate(halting, axis=1), np.concatenate(cost)
 
 
 def read_puzzles(given: str | Sequence[str], box: sudoku.Box) -> list[np.ndarray]:

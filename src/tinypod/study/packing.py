@@ -9,8 +9,8 @@ from tinypod.experiment import ExperimentConfig
 from tinypod.tasks import KINDS
 
 # Null says that there is none, and makes another program.
-_SETTINGS = r"seed|ema_decay|optimizer\.(learning_rate|weight_decay|beta1|beta2|eps|clip_norm)"
-_SETTINGS += r"|optimizer\.(schedule\.(warmup_steps|min_ratio)|tables\..*|batch_scaling\..*)"
+_SETTINGS = r"seed|ema_decay|optimizer\.(learning_rate|weight_decay|beta1|beta2|eps|momentum|clip_norm)"
+_SETTINGS += r"|optimizer\.(schedule\.(warmup_steps|min_ratio)|(tables|adam)\..*|batch_scaling\..*)"
 MOST_LANES = 64  # runs of a pack on one device
 
 
@@ -33,7 +33,7 @@ def shape_of(config: ExperimentConfig) -> str:
 def can_pack(config: ExperimentConfig) -> bool:
     """Runs whose batches lie on the devices, and that ask for no devices of their own."""
     mesh = config.mesh
-    return KINDS[config.task.kind].resident and mesh.pipeline == mesh.fsdp == mesh.tensor == 1
+    return KINDS[config.task.kind].resident and mesh.slices == mesh.pipeline == mesh.fsdp == mesh.tensor == 1
 
 
 def most_devices(config: ExperimentConfig, available: int) -> int:

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from tinypod.config import Config
 from tinypod.data import fetch, puzzles
-from tinypod.data.views import IGNORED_LABEL, Sampler, device_arrays, draw_examples, sudoku_view
+from tinypod.data.views import IGNORED_LABEL, MOST_EXAMPLES, Sampler, View, device_arrays, draw_examples, sudoku_view
 from tinypod.errors import ConfigError, DataError
 from tinypod.models import trm
 from tinypod.runs.storage import is_remote
@@ -39,19 +39,23 @@ from tinypod.tasks.puzzle_schedule import (
     exploration_settings,
     make_at_step,
 )
-from tinypod.tasks.puzzle_scores import ACCURACIES, TABLE, score, stop_logit
+from tinypod.tasks.puzzle_scores import ACCURACIES, score
+from tinypod.tasks.puzzle_thinking import TABLE, ThinkingConfig, Thought, make_think, stop_logit
 from tinypod.tasks.task import Draw, Evaluation, Task, TaskKind
 
 
-class Stablemax(Config):
+class _Loss(Config):
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of the target that is spread over all tokens
+
+
+class Stablemax(_Loss):
     """Cross-entropy over s(x) = x + 1 above zero, 1 / (1 - x) below."""
 
     kind: Literal["stablemax"] = "stablemax"
 
 
-class Softmax(Config):
+class Softmax(_Loss):
     kind: Literal["softmax"] = "softmax"
-    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
 
 class Halting(Config):
@@ -67,6 +71,7 @@ class PuzzleTaskConfig(Config):
     # second forward pass.
     continue_loss: bool = False
     halting: Halting = Halting()
+    thinking: ThinkingConfig = ThinkingConfig()  # in evaluation
     curriculum: Annotated[list[Stage], Field(default=[])]  # then the model's own cycles; evaluation always has those
 
     @model_validator(mode="after")
@@ -82,6 +87,7 @@ class PuzzleDataConfig(Config):
     eval_split: str = "test"
     train_rows: PositiveInt | None = None  # the first so many of the split, which is in random order; null: all
     augmentations: NonNegativeInt | Literal["endless"] = "endless"  # fixed views of a puzzle besides itself
+    sampling: Literal["random", "epochs"] = "random"  # epochs: each puzzle once before any comes again
     # What the dataset will be: `tinypod plan` goes by it where none is at `path`, or `path` is in a bucket.
     expected: Annotated[puzzles.ExpectedSudoku | puzzles.ExpectedPlain, Field(discriminator="kind")] | None = None
 
@@ -123,24 +129,31 @@ def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> 
     max_steps, continues = config.task.halting.max_steps, config.task.continue_loss
     has_table = isinstance(model.puzzle_embedding, trm.PuzzleTable)
     sampler = make_sampler(config.data, info)
+    if sampler.epochs and config.steps * batch_size >= MOST_EXAMPLES:
+        raise ConfigError(
+            f"data.sampling=epochs counts up to {MOST_EXAMPLES:,} examples, and steps × batch_size are "
+            f"{config.steps * batch_size:,}; lower one of them, or set data.sampling=random"
+        )
+    think = make_thinking(config.task, model, info, placement)
 
     def draw(arrays: dict[str, Array], draw: Draw, varied: dict[str, Array]) -> dict[str, Any]:
         example_key, explore_key, until_key = jax.random.split(draw.key, 3)
         explore = jax.random.bernoulli(explore_key, varied["exploration"], (batch_size,))
         until = jax.random.randint(until_key, (batch_size,), min(2, max_steps), max_steps + 1)
         return {
-            "example": draw_examples(sampler, arrays, example_key, draw.run_key, batch_size),
+            "example": draw_examples(sampler, arrays, draw.number, example_key, draw.run_key, batch_size),
             "min_steps": jnp.where(explore, until, 0),
         }
 
     def open_evaluation(split: str | None) -> Evaluation:
         held_out = puzzles.read_split(*opened, split or config.data.eval_split)
-        return puzzle_scores.evaluation(model, held_out, info.sources, max_steps, placement, continues=continues)
+        copies = config.task.thinking.chains
+        return puzzle_scores.evaluation(think, held_out, info.sources, copies=copies, continues=continues)
 
     def flops(training: bool) -> int:
         if training:
             return int(train_flops(config.task, model, shape, model.H_cycles, model.L_cycles))
-        return trm.count_matmul_flops(model, shape, training=False) * max_steps
+        return trm.count_matmul_flops(model, shape, training=False) * max_steps * config.task.thinking.chains
 
     held_out, rules = info.splits.get(config.data.eval_split), trm.sharding_rules(model)
     return Task(
@@ -173,24 +186,47 @@ def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> 
         train_rows=count_training(opened, config.data),
         held_out_rows=held_out.rows if held_out else None,
         flops=flops,
+        matrices=trm.MATRICES,
         at_step=make_at_step(len(config.task.curriculum)),
         notes=describe_curriculum(config.task.curriculum, model),
         dataset=info.model_dump(mode="json"),
     )
 
 
+def symmetries(info: puzzles.DatasetInfo) -> View | None:
+    """Of these puzzles, where they are known."""
+    if info.kind != "sudoku":
+        return None
+    assert info.box is not None
+    return sudoku_view((info.box[0], info.box[1]), info.vocab_size)
+
+
+def make_thinking(
+    config: PuzzleTaskConfig, model: trm.TrmConfig, info: puzzles.DatasetInfo, placement: Placement, steps: int = 0
+) -> Callable[[trm.Params, Array, Array], Thought]:
+    """What evaluation and `solve` compute. `steps`: default as many as the config says."""
+    thinking, view = config.thinking, symmetries(info)
+    if thinking.views > 1 and view is None:
+        raise ConfigError(
+            f"task.thinking.views={thinking.views}: the puzzles are of kind {info.kind!r}, whose symmetries are not "
+            "known; leave it out, or take several trajectories"
+        )
+    steps = steps or config.halting.max_steps
+    return make_think(model, thinking, view, steps, placement, continues=config.continue_loss)
+
+
 def make_sampler(data: PuzzleDataConfig, info: puzzles.DatasetInfo) -> Sampler:
     """How training examples are drawn from this dataset."""
-    view = None
-    if info.kind == "sudoku":
-        assert info.box is not None
-        view = sudoku_view((info.box[0], info.box[1]), info.vocab_size)
-    elif data.augmentations not in ("endless", 0):
+    view = symmetries(info)
+    if view is None and data.augmentations not in ("endless", 0):
         raise ConfigError(
             f"data.augmentations={data.augmentations}: the puzzles in {data.path} are of kind {info.kind!r}, whose "
             "symmetries are not known; leave it out"
         )
-    return Sampler(view, None if data.augmentations == "endless" else data.augmentations, grouped=info.grouped)
+    if info.grouped and data.sampling == "epochs":
+        raise ConfigError(f"data.sampling=epochs: the puzzles in {data.path} come in groups; leave it out")
+    augmentations = None if data.augmentations == "endless" else data.augmentations
+    return Sampler(view, augmentations, grouped=info.grouped, epochs=data.sampling == "epochs")
 
 
 def count_training(opened: Opened, data: PuzzleDataConfig) -> int:
@@ -231,7 +267,7 @@ KIND = TaskKind(
     trm.TrmConfig,
     open_data,
     build_task,
-    changeable=(r"task\.(halting\.exploration|q_loss_weight|curriculum)(\..*)?", r"data\.expected.*"),
+    changeable=(r"task\.(halting\.exploration|q_loss_weight|curriculum|thinking)(\..*)?", r"data\.expected.*"),
     varied=(r"task\.(halting\.exploration|q_loss_weight)",),
     resident=True,
     recall=recall_data,
@@ -354,7 +390,7 @@ def _cell_losses(config: PuzzleTaskConfig, logits_BSV: Array, labels_BS: Array) 
         log_p = log_s - jax.nn.logsumexp(log_s, axis=-1, keepdims=True)
     else:
         log_p = jax.nn.log_softmax(x, axis=-1)
-        smoothing = config.loss.label_smoothing
+    if smoothing := config.loss.label_smoothing:
         target = target * (1 - smoothing) + smoothing / x.shape[-1]
     cells = -jnp.sum(target * log_p, axis=-1) * labelled.astype(jnp.float32)
     return jnp.sum(cells, axis=-1) / jnp.maximum(jnp.sum(labelled, axis=-1), 1).astype(jnp.float32)

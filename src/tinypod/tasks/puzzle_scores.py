@@ -1,7 +1,7 @@
 """What puzzles are scored with: the accuracies of a batch, and a pass over a split. Every row runs all the steps; the
-last answer is the one that counts."""
+last answer is the one that counts. What else is thought, and what that costs: `puzzle_thinking`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,15 @@ from jax import Array
 from tinypod.data.puzzles import Split
 from tinypod.data.views import IGNORED_LABEL
 from tinypod.models import trm
-from tinypod.sharding import ANYWHERE, Placement
+from tinypod.tasks.puzzle_thinking import Thought, stop_logit
 from tinypod.tasks.task import Evaluation, Metric
 
-TABLE = "puzzle_table"
 HEADLINE = (
     Metric("exact_accuracy", "exact", "max", ".2%"),
     Metric("cell_accuracy", "cells", "max", ".2%"),
     Metric("halt_accuracy", "halting", "max", ".2%"),
     Metric("steps", "mean steps", "min", ".2f"),
+    Metric("cost", "cost in steps", "min", ",.1f"),
 )
 ACCURACIES = ("cell_accuracy", "exact_accuracy", "halt_accuracy")
 
@@ -38,21 +38,16 @@ def score(answers_BS: Array, q_halt_B: Array, labels_BS: Array) -> dict[str, Arr
     }
 
 
-def stop_logit(q: Array, *, continues: bool) -> Array:
-    """Above 0 where the model would stop: of the halting logits [..., 2], the first, or its lead over the second where
-    that one was trained, too (task.continue_loss)."""
-    return q[..., 0] - q[..., 1] if continues else q[..., 0]
-
-
 def evaluation(
-    model: trm.TrmConfig,
+    think: Callable[[trm.Params, Array, Array], Thought],
     split: Split,
     sources: list[str],
-    steps: int,
-    placement: Placement,
     *,
+    copies: int = 1,
     continues: bool = False,
 ) -> Evaluation:
+    """`copies`: rows that `think` makes of one."""
+
     def read(start: int, stop: int) -> dict[str, np.ndarray]:
         labels = split.labels[start:stop].astype(np.int32)
         return {
@@ -64,41 +59,23 @@ def evaluation(
 
     def score_batch(params: trm.Params, batch: dict[str, Array]) -> dict[str, Array]:
         """Sums [sources]."""
-        answers, q = run_steps(model, params, batch["inputs"], batch["identifiers"], steps, placement)
+        answers, q, cost = think(params, batch["inputs"], batch["identifiers"])
         scores = score(answers[-1].astype(jnp.int32), q[-1, :, 0], batch["labels"])
         stops = (stop_logit(q, continues=continues) > 0).at[-1].set(True)
         values = {name: scores[name] for name in ACCURACIES} | {
             "steps": 1 + jnp.argmax(stops, axis=0).astype(jnp.float32),
+            "cost": cost,
             "count": jnp.ones_like(batch["count"]),
         }
         source = jax.nn.one_hot(batch["sources"], len(sources), dtype=jnp.float32) * batch["count"][:, None]
         return {name: jnp.sum(value[:, None] * source, axis=0) for name, value in values.items()}
 
-    return Evaluation(len(split), read, score_batch, lambda sums: name_metrics(sums, sources))
-
-
-def run_steps(
-    model: trm.TrmConfig,
-    params: trm.Params,
-    inputs_BS: Array,
-    identifiers_B: Array,
-    steps: int,
-    placement: Placement = ANYWHERE,
-) -> tuple[Array, Array]:
-    """From scratch: the answer (tokens uint8 [steps, B, S]) and the halting logits ([steps, B, 2]) after each step."""
-    table = params.get(TABLE)
-    rows = None if table is None else table[identifiers_B]
-
-    def advance(z: trm.Z | trm.SingleZ, _: None) -> tuple[trm.Z | trm.SingleZ, tuple[Array, Array]]:
-        z, logits, q = trm.apply(model, params, z, inputs_BS, rows, placement, gradients=False)
-        return z, (jnp.argmax(logits, axis=-1).astype(jnp.uint8), q)
-
-    return jax.lax.scan(advance, trm.initial_z(model, params, *inputs_BS.shape), length=steps)[1]
+    return Evaluation(len(split), read, score_batch, lambda sums: name_metrics(sums, sources), copies)
 
 
 def name_metrics(sums: Mapping[str, np.ndarray], sources: list[str]) -> dict[str, float]:
     """`exact_accuracy` over everything, `exact_accuracy/NAME` for each of several sources."""
-    names = (*ACCURACIES, "steps")
+    names = (*ACCURACIES, "steps", "cost")
     count = sums["count"]
     metrics = {name: float(sums[name].sum() / count.sum()) for name in names} | {"count": float(count.sum())}
     present = [i for i in range(len(sources)) if count[i]]

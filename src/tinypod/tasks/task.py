@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from rich.console import Console
 
 from tinypod.config import Config
+from tinypod.optim import Matrices
 from tinypod.runs.headline import Metric
 from tinypod.sharding import Placement, Rules, path_of
 
@@ -45,6 +46,7 @@ class Evaluation:
     read: Callable[[int, int], dict[str, np.ndarray]]  # rows from start to stop, as host arrays with the rows first
     score: Callable[[Tree, dict[str, Array]], dict[str, Array]]  # (params, batch with `count` [B]) -> sums
     summarise: Callable[[Mapping[str, np.ndarray]], dict[str, float]]  # sums over all batches -> metrics
+    copies: int = 1  # rows that `score` computes for each row of a batch: batches have as many times fewer
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Task:
     flops: Callable[[bool], int]
 
     at_step: Callable[[dict[str, Array], Array], dict[str, Array]] = lambda varied, step: varied
+    matrices: Matrices = ()  # of the trained parameters, for Muon
     notes: tuple[str, ...] = ()  # what the start of a run and its plans say besides
     dataset: Mapping[str, Any] | None = None  # what the data say about themselves, as JSON: for `TaskKind.recall`
 

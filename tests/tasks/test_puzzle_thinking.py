@@ -1,0 +1,191 @@
+"""Views, trajectories and the choice among them, against the same done one chain at a time."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_puzzle_scores import knowing
+
+from fixtures import BOX, info_4x4, read_split, split_4x4, tiny_config
+from tinypod import experiment
+from tinypod.data import puzzles
+from tinypod.data.views import fixed_views, sudoku_view
+from tinypod.errors import ConfigError
+from tinypod.evaluate import Evaluator
+from tinypod.solve.refine import make_program, refine
+from tinypod.tasks.puzzle_thinking import ThinkingConfig, _choose, make_think, run_steps
+
+VIEW, STEPS = sudoku_view(BOX, 6), 3
+NOISY = "task.thinking={views: 3, trajectories: 2, noise: 0.7, choose: CHOOSE}"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("thinking") / "data"
+    puzzles.write_dataset(folder, info_4x4(2), {"train": split_4x4(4, 1), "test": split_4x4(13, 2, 2)})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def built(data: Path) -> experiment.Experiment:
+    return experiment.build(tiny_config(data), jax.devices()[:1])
+
+
+def think(built: experiment.Experiment, inputs: np.ndarray, **settings):
+    program = jax.jit(make_think(built.config.model, ThinkingConfig(**settings), VIEW, STEPS))
+    return jax.device_get(program(knowing(built), jnp.asarray(inputs, jnp.int32), jnp.zeros(len(inputs), jnp.int32)))
+
+
+def chosen(kind: str, answers: np.ndarray, lead: np.ndarray, step: int) -> tuple[list[int], float, int]:
+    """Of chains, in loops: answers [N, C, S], lead [N, C] -> after a step (from 0) the answer, what the one that speaks
+    for it says, and what the whole has cost."""
+    steps, chains, cells = answers.shape
+    if kind == "first":
+        firsts = [n for n in range(steps) if (lead[n] > 0).any()]
+        stopped = firsts[0] if firsts else steps - 1
+        at = min(step, stopped)
+        chain = int(lead[at].argmax())
+        return answers[at, chain].tolist(), lead[at, chain], chains * (stopped + 1)
+    if kind == "confident":
+        chain = int(lead[step].argmax())
+        return answers[step, chain].tolist(), lead[step, chain], chains * steps
+    voted = []
+    for cell in range(cells):
+        votes: dict[int, float] = {}
+        for chain in range(chains):
+            digit = int(answers[step, chain, cell])
+            votes[digit] = votes.get(digit, 0.0) + 1 / (1 + np.exp(-np.float64(lead[step, chain])))
+        voted.append(max(votes, key=lambda digit: votes[digit]))
+    gave = [lead[step, c] for c in range(chains) if answers[step, c].tolist() == voted]
+    return voted, max(gave) if gave else lead[step].min(), chains * steps
+
+
+@pytest.mark.parametrize("kind", ["vote", "confident", "first"])
+@pytest.mark.parametrize("continues", [False, True])
+def test_the_choice_is_that_of_loops(kind: str, continues: bool) -> None:
+    random = np.random.default_rng(0)
+    answers = random.integers(1, 4, (5, 30, 4, 3)).astype(np.uint8)
+    q = random.normal(-1.0, 2.0, (5, 30, 4, 2)).astype(np.float32)
+    q[..., 0] -= 3
+    q[:, :5, :, 0] -= 200  # so unsure that float32 has no probability for it
+    thinking = ThinkingConfig(choose=kind)
+    found = jax.device_get(_choose(thinking, jnp.asarray(answers), jnp.asarray(q), continues=continues))
+    lead = q[..., 0] - q[..., 1] if continues else q[..., 0]
+    said = found.q[..., 0] - found.q[..., 1] if continues else found.q[..., 0]
+    for puzzle in range(30):
+        for step in range(5):
+            answer, sure, cost = chosen(kind, answers[:, puzzle], lead[:, puzzle], step)
+            assert found.answers[step, puzzle].tolist() == answer
+            assert said[step, puzzle] == pytest.approx(sure, abs=1e-4)
+            assert found.cost[puzzle] == cost
+    if kind == "first":
+        assert len(set(found.cost.tolist())) > 2  # some stop early, some never
+
+
+@pytest.mark.parametrize("kind", ["vote", "confident", "first"])
+def test_views_are_the_puzzle_changed_and_the_answer_changed_back(built: experiment.Experiment, kind: str) -> None:
+    """Each view alone, in NumPy, through a program that knows no views."""
+    inputs, views = read_split(built, "test").inputs, jax.device_get(fixed_views(VIEW, 3))
+    chains = []
+    for tokens, cells in zip(*views, strict=True):
+        seen = tokens[inputs][:, cells]
+        answers, q = jax.jit(run_steps, static_argnums=(0, 4))(
+            built.config.model, knowing(built), jnp.asarray(seen), jnp.zeros(len(seen), jnp.int32), STEPS
+        )
+        back = np.empty_like(answers)
+        back[..., cells] = np.argsort(tokens)[np.asarray(answers)]
+        chains.append((back, np.asarray(q[..., 0])))
+    answers, lead = (np.stack(column, axis=2) for column in zip(*chains, strict=True))
+    found = think(built, inputs, views=3, choose=kind)
+    for puzzle in range(len(inputs)):
+        for step in range(STEPS):
+            answer, sure, cost = chosen(kind, answers[:, puzzle], lead[:, puzzle], step)
+            assert found.answers[step, puzzle].tolist() == answer
+            assert found.q[step, puzzle, 0] == pytest.approx(sure, abs=1e-2)  # a random model amplifies
+        assert found.cost[puzzle] == cost
+    alone = think(built, inputs)
+    assert np.array_equal(alone.answers, answers[:, :, 0])  # the first view is the puzzle itself
+    assert not np.array_equal(alone.answers, found.answers)
+
+
+def test_noise_is_the_puzzles_own(built: experiment.Experiment) -> None:
+    """Not the batch's: a puzzle has the same answer wherever it stands, and whatever stands beside it."""
+    settings = {"views": 2, "trajectories": 3, "noise": 0.5, "noise_at": "every_step", "choose": "confident"}
+    inputs = read_split(built, "test").inputs
+    together = think(built, inputs, **settings)
+    moved = think(built, inputs[[7, 2, 7]], **settings)
+    assert np.array_equal(moved.answers, together.answers[:, [7, 2, 7]])
+    np.testing.assert_allclose(moved.q, together.q[:, [7, 2, 7]], atol=1e-3)
+    # The first trajectory has none: the surest of several is at least as sure as it.
+    without = think(built, inputs, views=2, choose="confident")
+    lead = together.q[..., 0] - without.q[..., 0]
+    assert (lead > -1e-3).all()
+    assert (lead > 0.1).any()
+    # Each trajectory's answer is mapped back by its own view: with next to no noise, both vote as their view does.
+    hardly = think(built, inputs, views=3, trajectories=2, noise=1e-6)
+    assert np.array_equal(hardly.answers[0], think(built, inputs, views=3).answers[0])
+    at_start = think(built, inputs, **settings | {"noise_at": "start"})
+    np.testing.assert_allclose(at_start.q[0], together.q[0], atol=1e-3)
+    assert np.abs(at_start.q[1:] - together.q[1:]).max() > 0.1
+
+
+@pytest.mark.parametrize("choose", ["vote", "first"])
+def test_eight_devices_are_one_and_every_source_is_scored(data: Path, choose: str) -> None:
+    scores, answers = [], []
+    for devices in (1, 8):
+        config = tiny_config(data, NOISY.replace("CHOOSE", choose))
+        built = experiment.build(config, jax.devices()[:devices])
+        params = knowing(built)
+        evaluator = Evaluator(built.task.open_evaluation(None), built.mesh, built.specs, 48)
+        assert evaluator.batch_size == 8  # as many rows at once as without chains
+        evaluator.compile(params)
+        with jax.no_tracing():
+            scores.append(evaluator(params))
+        answers.append(refine(make_program(built), params, read_split(built, "test").inputs))
+    one, eight = scores
+    assert one == pytest.approx(eight, abs=1e-6)
+    grids, halting, cost = answers[0]
+    right = (grids[-1] == read_split(built, "test").labels).mean(axis=1)
+    assert one["cell_accuracy"] == pytest.approx(right.mean(), abs=1e-6)
+    assert one["cell_accuracy/source1"] == pytest.approx(right[1::2].mean(), abs=1e-6)
+    assert one["cost"] == pytest.approx(cost.mean())
+    assert one["cost/source0"] == pytest.approx(cost[::2].mean())
+    stops = np.concatenate([halting[:-1] > 0.5, np.ones((1, 13), bool)])
+    first = 1 + stops.argmax(axis=0)
+    assert one["steps"] == pytest.approx(first.mean())
+    assert cost.tolist() == ([18] * 13 if choose == "vote" else (6 * first).tolist())
+    for x, y in zip(*answers, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+def test_a_program_has_all_chains_at_once(built: experiment.Experiment, data: Path) -> None:
+    """And costs as many times what one does, which plans and speeds go by."""
+    more = experiment.build(tiny_config(data, NOISY.replace("CHOOSE", "vote")), jax.devices()[:1])
+    assert more.task.flops(False) == 6 * built.task.flops(False)
+    assert more.task.flops(True) == built.task.flops(True)
+    assert make_program(more).at_once == 256 // 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("{trajectories: 4}", r"task\.thinking: trajectories=4 are all the same without noise; set noise"),
+        ("{noise: 0.5}", r"task\.thinking: noise=0\.5 is for trajectories after the first; set trajectories"),
+        ("{views: 0}", r"task\.thinking\.views: expected greater than 0"),
+        ("{choose: best}", r"task\.thinking\.choose: expected 'vote', 'confident' or 'first'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(data: Path, settings: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        tiny_config(data, f"task.thinking={settings}")
+
+
+def test_puzzles_without_known_symmetries_have_no_views(tmp_path: Path) -> None:
+    plain = info_4x4(kind="plain", box=None)
+    puzzles.write_dataset(tmp_path / "data", plain, {"train": split_4x4(4, 1), "test": split_4x4(4, 2)})
+    with pytest.raises(ConfigError, match=r"task\.thinking\.views=8: .*kind 'plain'.*symmetries are not known"):
+        experiment.build(tiny_config(tmp_path / "data", "data.augmentations=0", "task.thinking.views=8"))
+    several = "task.thinking={trajectories: 2, noise: 0.5}"
+    experiment.build(tiny_config(tmp_path / "data", "data.augmentations=0", several))
