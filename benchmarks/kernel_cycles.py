@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tinypod.kernels.tpu_layers import CHIPS
+from tinypod.planning.calibration import calibration
 from tinypod.planning.compiler import ALONE, compiler_version
 
 TARGETS = {"v4-8": "TPU v4", "v5e-4": "TPU v5 lite", "v5p-8": "TPU v5", "v6e-4": "TPU v6 lite"}
@@ -44,13 +45,19 @@ LAYER = {
     "token_backward": Part("tokens", "token_mixing_backward", 8 * P * D * F_TOKEN),
     "attention": Part("attention", "recursion_net", 4 * P * D * D + 2 * P * P * D),
 }
+# JAX's splash attention, one block of queries with one of keys; what plans use is in planning/calibration.yaml.
+BLOCK, HEAD = 512, 128
+SPLASH = {
+    "forward": Part("splash", "splash_mha_fwd_residuals", 2 * BLOCK**2 * HEAD),
+    "backward": Part("splash", "splash_mha_dkv_no_residuals", 5 * BLOCK**2 * HEAD),
+}
 
 PROGRAM = """
 import json, sys
 import jax, jax.numpy as jnp
 from jax.experimental import topologies
 from tinypod import sharding
-from tinypod.kernels import tpu_layers, tpu_net
+from tinypod.kernels import attention, tpu_layers, tpu_net
 from tinypod.models import layers, trm
 from tinypod.planning import slices
 
@@ -77,6 +84,11 @@ if program == "attention":
     def work(weights, h, x):
         net = tpu_net.pack(weights, 97, h.dtype, rope)
         return tpu_net.apply(net, h, x, placement, epsilon=1e-5, num_heads=8)
+elif program == "splash":
+    given = (*(abstract(1, 4096, heads, 128, dtype=jnp.bfloat16) for heads in (8, 2, 2, 8)),)
+
+    def work(q, k, v, dy):
+        return jax.vjp(lambda *given: attention.causal(*given, placement), q, k, v)[1](dy)
 else:
     size, inner = (97, 512) if program == "tokens" else (512, 1536)
     given = (abstract(size, 2, inner), abstract(inner, size), x, x)
@@ -104,17 +116,20 @@ def main() -> None:
         jobs = {
             (target, program): start(target, program, Path(folder) / f"{target}_{program}")
             for target in TARGETS
-            for program in sorted({part.program for part in LAYER.values()})
+            for program in sorted({part.program for part in (*LAYER.values(), *SPLASH.values())})
         }
         for (target, program), job in jobs.items():
             if job.wait() != 0:
                 sys.exit(f"compiling {program} for {target} failed:\n{job.stderr.read()[-2000:] if job.stderr else ''}")
         for target, kind in TARGETS.items():
-            for name, part in LAYER.items():
+            generation = target.partition("-")[0]
+            parts = {name: (part, float(getattr(CHIPS[kind], name))) for name, part in LAYER.items()}
+            known = calibration().splash_attention[generation]
+            parts |= {f"splash, {name}": (part, getattr(known, name)) for name, part in SPLASH.items()}
+            for name, (part, used) in parts.items():
                 cycles = cycles_of(part, Path(folder) / f"{target}_{part.program}", PER_CYCLE[target])
                 share = part.multiplications / PER_CYCLE[target] / cycles
-                used = getattr(CHIPS[kind], name)
-                print(f"| {target.partition('-')[0]} | {name} | {cycles:,.0f} | {share:.2f} | {used:.2f} |")
+                print(f"| {generation} | {name} | {cycles:,.0f} | {share:.2f} | {used:.2f} |")
 
 
 def start(target: str, program: str, folder: Path) -> "subprocess.Popen[str]":
@@ -130,7 +145,7 @@ def cycles_of(part: Part, folder: Path, per_cycle: int) -> float:
     bundles = sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))
     found = read(bundles[0])
     hot = [loop for loop in found if loop.booked > 0.01 * loop.bundles]
-    if part.program == "tokens":  # one loop over examples
+    if part.program in ("tokens", "splash"):  # one loop over examples, or over blocks
         return stretched(hot, part.multiplications / per_cycle)
     if part.program == "attention":  # the first that multiplies mixes positions, an example at a time
         return stretched(hot[:1], part.multiplications / per_cycle)

@@ -34,7 +34,7 @@ from tinypod.data import puzzles
 from tinypod.experiment import Experiment, ExperimentConfig, build
 from tinypod.health.memory import is_out_of_memory, reuse_freed
 from tinypod.models import trm
-from tinypod.tasks.puzzle_scores import run_steps
+from tinypod.tasks.puzzle_thinking import run_steps
 
 SHAPE = trm.PuzzleShape(seq_len=81, vocab_size=11, num_identifiers=1)
 ROUND_S = 0.5  # what a round lasts at least

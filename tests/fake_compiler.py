@@ -6,6 +6,7 @@ import pytest
 
 from tinypod.planning import compiler as tpu_compiler
 from tinypod.planning.analysis import Analysis, Memory
+from tinypod.planning.gpus import Cards
 from tinypod.planning.hlo.program import Collective, Kernel, Program
 from tinypod.planning.slices import GIB
 from tinypod.sharding import AXES
@@ -16,7 +17,7 @@ def install(monkeypatch: pytest.MonkeyPatch, cache: Path, **settings) -> "FakeCo
     fake = FakeCompiler(**settings)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setattr(tpu_compiler, "compile_for", fake)
-    monkeypatch.setattr(tpu_compiler, "compiler_version", lambda: f"fake {settings}")
+    monkeypatch.setattr(tpu_compiler, "compiler_version", lambda target=None: f"fake {settings}")
     return fake
 
 
@@ -24,8 +25,8 @@ def work(kernels: list[Kernel], collectives: tuple[Collective, ...] = ()) -> Pro
     return Program(tuple(kernels), collectives, frozenset({0}), unknown_loops=(), opaque_calls=(), unwanted=())
 
 
-def kernel(runs: int = 1, flops: float = 0, hbm_bytes: float = 0, cycles: int | None = None) -> Kernel:
-    return Kernel("fusion", runs, flops, hbm_bytes, cycles)
+def kernel(runs: int = 1, flops: float = 0, hbm_bytes: float = 0, cycles: int | None = None, **more) -> Kernel:
+    return Kernel("fusion", runs, flops, hbm_bytes, cycles, **more)
 
 
 class FakeCompiler:
@@ -59,5 +60,9 @@ class FakeCompiler:
             activations=activations,
             temporaries=0,
         )
-        done = work([kernel(cycles=int(seconds * target.generation.clock))]) if fits else None
-        return Analysis(mesh=sizes, memory=memory, work=done, compile_s=1.0)
+        if isinstance(target, Cards):
+            took = kernel(hbm_bytes=seconds * target.generation.reached_bandwidth)
+        else:
+            took = kernel(cycles=int(seconds * target.generation.clock))
+        done = work([took]) if fits else None
+        return Analysis(mesh=sizes, coordinates=(), memory=memory, work=done, compile_s=1.0)

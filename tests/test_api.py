@@ -26,9 +26,9 @@ RECIPE = CONFIGS / "trm" / "sudoku_mlp.yaml"
 PUZZLES = ["12..34..........", "....12..34......"]
 
 
-def command(*arguments: object) -> str:
+def command(*arguments: object, exit_code: int = 0) -> str:
     result = CliRunner().invoke(cli.app, [str(a) for a in arguments])
-    assert result.exit_code == 0, (result.output, result.exception)
+    assert result.exit_code == exit_code, (result.output, result.exception)
     return result.stdout
 
 
@@ -98,6 +98,12 @@ def test_evaluation_is_that_of_the_command(model: tinypod.Model, data: Path) -> 
     assert (
         model.evaluate("train", limit=7, halt_steps=5).items() <= json.loads(command("eval", model.run, *asked)).items()
     )
+    more = model.evaluate(views=2, trajectories=2, noise=0.5, choose="first", halt_steps=None)
+    flags = ("--views", 2, "--trajectories", 2, "--noise", 0.5, "--choose", "first", "--json")
+    assert more.items() <= json.loads(command("eval", model.run, *flags)).items()
+    assert 4 <= more["cost"] <= 12
+    with pytest.raises(TypeError, match="unexpected keyword argument 'vews'; expected one of halt_steps, views"):
+        model.evaluate(vews=2)
     live = tinypod.load(model.run.folder, checkpoint=5, weights="live")
     assert (live.step, live.weights) == (5, "live")
     other = write_4x4(data.parent / "other", test=3)
@@ -135,6 +141,8 @@ def test_puzzles_are_solved_one_by_one_and_together(
     assert set(one.answer) <= set(".1234")
     assert one.confidence == one.halt_probabilities[-1]
     assert fresh.solve(PUZZLES[0], halt_steps=5).steps == 5
+    assert fresh.solve(PUZZLES[0], views=2).cost == 6
+    assert len(made) == 3
     assert fresh.solve(number=4).question.tolist() != one.question.tolist()
     assert display.verdict(one) in " ".join(command("solve", model.run, PUZZLES[0]).split())
     with pytest.raises(tinypod.UserError, match=r"^'123': puzzle has 3 characters, expected 16"):
@@ -166,7 +174,7 @@ def test_plans_are_those_of_the_command(data: Path, tmp_path: Path, monkeypatch:
     assert str(tight).endswith(f"{' '.join(tight.proposal.overrides)} fits")
     assert tinypod.plan(RECIPE, {"data.path": data}, slice="v4-8", batch_size=6144, search=False).proposal is None
     asked = ("plan", RECIPE, f"data.path={data}", "batch_size=6144", "--slice", "v4-64", "--slice", "v4-8", "--json")
-    told = json.loads(command(*asked))["plans"]
+    told = json.loads(command(*asked, exit_code=80))["plans"]  # one of them does not fit
     assert [one["hours"] for one in told] == [roomy.hours, None]
     assert told[1]["proposal"]["hours"] == tight.proposal.hours
     with pytest.raises(tinypod.UserError, match="needs slice=\"local\", not 'v4-8'"):

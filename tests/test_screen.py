@@ -63,7 +63,7 @@ def test_its_progress_line_says_what_it_does_and_moves(trained: Terminal) -> Non
 @pytest.mark.parametrize(
     ("arguments", "whole"),
     [
-        (["slices"], ["v5e-256", "16x16", "not known", "usable GiB"]),
+        (["slices"], ["v5e-256", "16x16", "4090-8", "usable GiB"]),
         (["slices", "v4-64"], ["v4-64", "2x4x4", "devices"]),
         (["runs", "status", "{run}"], ["done: step 10 of 10", "verdict", "checkpoints: 5, 10", "C compiling"]),
         (["train", "{run}"], ["nothing left to do at step 10", "best checkpoint"]),

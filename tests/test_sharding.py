@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +32,7 @@ def test_axes_take_what_is_left() -> None:
     assert MeshConfig().shape(8) == (8, 1, 1, 1)
     assert MeshConfig(fsdp=2, tensor=2).shape(8) == (2, 1, 2, 2)
     assert MeshConfig(data=2, pipeline=2, fsdp=-1).shape(8) == (2, 2, 2, 1)
+    assert MeshConfig(slices=2, fsdp=4).shape(8) == (2, 1, 4, 1)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,10 @@ def test_axes_take_what_is_left() -> None:
         ("{tensor: -2}", r"mesh\.tensor"),
         ("{pipeline: 2}", r"mesh\.pipeline=2: a model of kind trm has no stages"),
         ("{tenor: 2}", r"mesh\.tenor.*tensor"),
+        ("{slices: 2, fsdp: 8}", r"mesh\.slices=2: only `data` crosses slices, and data=1 is not a multiple of 2"),
+        ("{slices: 3}", r"mesh\.slices=3: only `data` crosses slices, and data=8 is not a multiple of 3"),
+        ("{slices: 0}", r"mesh\.slices"),
+        ("{slices: 2, devices: 4}", r"mesh: `devices` takes the first ones, not some of each slice"),
         (
             "{tensor: 8}",
             r"mesh\.tensor=8 does not divide dimension 1 of layers\.attention\.out, which is \[2, 4, 4, 16\]",
@@ -82,6 +88,79 @@ def test_tensor_and_fsdp_stay_inside_a_host() -> None:
     assert hosts.reshape(MeshConfig(fsdp=2, tensor=2).shape(8)).reshape(2, 4).tolist() == [[0] * 4, [1] * 4]
     mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2), list(reversed(jax.devices())))
     assert [d.id for d in mesh.devices.flat] == list(range(8))
+
+
+@dataclass(frozen=True)
+class Nameless:
+    """A chip as JAX shows it."""
+
+    id: int
+    process_index: int = 0
+    platform: str = "tpu"
+
+
+@dataclass(frozen=True)
+class Chip(Nameless):
+    slice_index: int = 0
+
+
+def tpus(*slices: int) -> list[Chip]:
+    """By the slice that each is in."""
+    return [Chip(number, slice_index=at) for number, at in enumerate(slices)]
+
+
+def test_devices_are_ordered_slice_by_slice() -> None:
+    mesh = sharding.make_mesh(MeshConfig(slices=2, fsdp=2), tpus(0, 1, 0, 1, 0, 1, 0, 1))
+    assert [[d.slice_index for d in row.flat] for row in mesh.devices] == [[0, 0], [0, 0], [1, 1], [1, 1]]
+    assert [d.id for d in mesh.devices.flat] == [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+def test_a_tpu_that_does_not_name_its_slice_is_of_the_only_one() -> None:
+    """As the devices of the compiler's topologies with libtpu 0.0.51."""
+    nameless = [Nameless(number) for number in range(4)]
+    assert sharding.make_mesh(MeshConfig(), nameless).shape["data"] == 4
+    assert sharding.num_slices(nameless) == 1
+    with pytest.raises(ConfigError, match=r"mesh\.slices=2, but the devices are of 1 slice"):
+        sharding.make_mesh(MeshConfig(slices=2), nameless)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "slices", "message"),
+    [
+        (MeshConfig(), (0, 0, 1, 1), r"mesh\.slices=1, but the devices are of 2 slices; set mesh\.slices=2, so that"),
+        (
+            MeshConfig(slices=2),
+            (0, 0, 0, 0),
+            r"mesh\.slices=2, but the devices are of 1 slice; set mesh\.slices=1, or st",
+        ),
+        (MeshConfig(slices=2), (0, 0, 0, 1), r"mesh\.slices=2: the slices have 3, 1 devices; they must be of one size"),
+    ],
+)
+def test_a_mesh_spans_the_slices_that_there_are(mesh: MeshConfig, slices: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sharding.make_mesh(mesh, tpus(*slices))
+
+
+def test_devices_of_one_slice_can_be_used_alone() -> None:
+    """As `tinypod check` does with one of them."""
+    assert sharding.make_mesh(MeshConfig(), tpus(0, 1)[1:]).size == 1
+
+
+def test_devices_that_are_in_no_slice_are_taken_in_their_order() -> None:
+    """A rehearsal on CPU devices is that of one slice, to the bit."""
+    one, two = (sharding.make_mesh(MeshConfig(fsdp=2, slices=count)) for count in (1, 2))
+    assert one == two
+
+
+def test_two_slices_give_what_one_gives(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other device is of another slice: the rows of a batch lie elsewhere, and their sum is the same."""
+    settings = ("mesh={fsdp: 2}", "model.H_cycles=1", "model.num_layers=1", "model.L_cycles=1")
+    one, one_sums = run(data, *settings, devices=8, steps=2)
+    monkeypatch.setattr(sharding, "slice_of", lambda device: device.id % 2)
+    two, two_sums = run(data, *settings, "mesh.slices=2", devices=8, steps=2)
+    assert [d.id for d in two.params["head"].sharding.mesh.devices.flat] == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert_near(two, one, 2e-4)
+    assert [float(s["loss"]) for s in two_sums] == pytest.approx([float(s["loss"]) for s in one_sums], rel=1e-5)
 
 
 @pytest.mark.parametrize("mixing", ["mlp", "attention"])

@@ -18,7 +18,7 @@ import signal
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 from rich.console import Console
 
@@ -28,10 +28,10 @@ from tinypod.errors import ConfigError, DataError, DeviceMemoryError, UserError
 from tinypod.evaluate import Evaluator
 from tinypod.experiment import ExperimentConfig
 from tinypod.planning import local
+from tinypod.planning.hardware import find_hardware
 from tinypod.planning.planner import Plan, Planner
 from tinypod.planning.prices import read_prices
 from tinypod.planning.search import plan_slice
-from tinypod.planning.slices import find_slice
 from tinypod.runs import metrics
 from tinypod.runs.folder import load_config, open_run, read_config, run_to_train
 from tinypod.runs.load import Loaded, check_overrides, load_weights
@@ -41,6 +41,22 @@ from tinypod.solve.refine import Answer
 
 LOCAL = "local"  # in place of a slice: the device at hand
 Overrides = Mapping[str, Any] | Sequence[str]  # {"a.b": value}, or as on the command line: ["a.b=value"]
+
+
+class Thinking(TypedDict, total=False):
+    """How long and how often the model thinks about a puzzle; what is left out, or None, is as in the config."""
+
+    halt_steps: int | None  # steps to think
+    views: int | None  # symmetric views of a puzzle, itself among them
+    trajectories: int | None  # of each view: as trained, and with noise
+    noise: float | None  # its standard deviation; the state's is 1
+    noise_at: Literal["start", "every_step"] | None
+    choose: Literal["vote", "confident", "first"] | None  # how one answer is made of all
+
+
+THINKING = {"halt_steps": "task.halting.max_steps"} | {
+    name: f"task.thinking.{name}" for name in ("views", "trajectories", "noise", "noise_at", "choose")
+}
 
 
 def make_sudoku(
@@ -144,7 +160,8 @@ def plan(
 ) -> Plan:
     """Will it fit, how fast will it be, what will it cost? As `tinypod plan` says, for one slice.
 
-    `slice` is a TPU slice, like "v4-64" (needs the extra `plan`), or "local": the device at hand. `measure`: run ten
+    `slice` is a TPU slice, like "v4-64" (needs the extra `plan`), GPUs, like "h100-8" (better with the extra `cuda`),
+    or "local": the device at hand. `measure`: run ten
     steps there and compare. `search`: where it does not fit, look for what would (`Plan.proposal`). `prices`: your own
     table of prices. `fresh`: compile again what is in the cache. `keys` are the config's, as for `train`.
     """
@@ -153,7 +170,7 @@ def plan(
         return local.plan_local(loaded, console, measure=measure, search=search)
     if measure:
         raise UserError(f'measure=True runs steps, so it needs slice="{LOCAL}", not {slice!r}')
-    target = find_slice(name)
+    target = find_hardware(name).times(loaded.mesh.slices)
     priced = read_prices(None if prices is None else Path(prices))
     return plan_slice(Planner(loaded, priced, console, fresh=fresh), target, search=search)
 
@@ -177,8 +194,8 @@ class Model:
         self.run.pull()
         self._asked = (list(overrides), checkpoint, weights)
         self._console = console
-        self._loaded: dict[tuple[int | None, bool], Loaded] = {}
-        self._programs: dict[int | None, refine.Program] = {}
+        self._loaded: dict[tuple[tuple[str, ...], bool], Loaded] = {}  # by overrides, and whether it has its data
+        self._programs: dict[tuple[str, ...], refine.Program] = {}
         self._stored = read_config(self.run)  # what is no run folder is an error now
 
     def __repr__(self) -> str:
@@ -209,69 +226,79 @@ class Model:
         """`ema` or `live`."""
         return self.loaded().weights
 
-    def loaded(self, halt_steps: int | None = None, *, needs_data: bool = True) -> Loaded:
+    def loaded(self, *, needs_data: bool = True, **thinking: Unpack[Thinking]) -> Loaded:
         """The experiment and its weights (`params`), for programs that go further. Without `needs_data`, what the run
         remembers of its dataset will do."""
-        if (halt_steps, needs_data) not in self._loaded:
+        changes = _changes(thinking)
+        if (changes, needs_data) not in self._loaded:
             overrides, checkpoint, weights = self._asked
-            changes = [*overrides, *([] if halt_steps is None else [f"task.halting.max_steps={halt_steps}"])]
-            found = load_weights(self.run, changes, checkpoint, weights, needs_data=needs_data)
-            self._loaded[halt_steps, needs_data] = self._loaded[halt_steps, False] = found
-        return self._loaded[halt_steps, needs_data]
+            found = load_weights(self.run, [*overrides, *changes], checkpoint, weights, needs_data=needs_data)
+            self._loaded[changes, needs_data] = self._loaded[changes, False] = found
+        return self._loaded[changes, needs_data]
 
     def evaluate(
-        self, split: str | None = None, *, limit: int | None = None, halt_steps: int | None = None
+        self, split: str | None = None, *, limit: int | None = None, **thinking: Unpack[Thinking]
     ) -> dict[str, float]:
         """Scores on a split, every row exactly once, as `tinypod eval` prints them: {"exact_accuracy": 0.99, ...}.
 
-        `split`: default the config's data.eval_split. `limit`: only the first rows. `halt_steps`: steps to think;
-        default: as trained.
+        `split`: default the config's data.eval_split. `limit`: only the first rows. `thinking`: `halt_steps` to think,
+        `views`, `trajectories`, `noise`, `noise_at`, `choose`; default: as in the config. "cost" is the steps of the
+        model that a puzzle took, over all of these.
         """
         if limit is not None and limit < 1:
             raise UserError(f"limit={limit}: expected at least 1 row, or None for all of them")
-        experiment, params, *_ = self.loaded(halt_steps)
+        experiment, params, *_ = self.loaded(**thinking)
         evaluation, rows = experiment.task.open_evaluation(split), experiment.config.eval.batch_size
         evaluator = Evaluator(evaluation, experiment.mesh, experiment.specs, rows, limit)
         with counting(self._console, "evaluating", evaluator.rows) as progress:
             return evaluator(params, progress)
 
-    def solve(self, puzzle: str | None = None, *, number: int | None = None, halt_steps: int | None = None) -> Answer:
+    def solve(self, puzzle: str | None = None, *, number: int | None = None, **thinking: Unpack[Thinking]) -> Answer:
         """The answer to a puzzle in characters (`.` blank), refined step by step; a notebook shows it as a picture.
 
-        Without a puzzle: the held-out one of that number, or one that is wrong at first and refined. `halt_steps`:
-        steps to think; default: as trained.
+        Without a puzzle: the held-out one of that number, or one that is wrong at first and refined. `thinking`: as for
+        `evaluate`.
         """
         if puzzle is None and number is None:
-            refined = self.solve_held_out(halt_steps=halt_steps)
+            refined = self.solve_held_out(**thinking)
             return refined[stops.most_telling(refined)[0]]
-        return self._refine(None if puzzle is None else [puzzle], number, halt_steps)[0]
+        return self._refine(None if puzzle is None else [puzzle], number, thinking)[0]
 
-    def solve_held_out(self, limit: int | None = refine.HELD_OUT, *, halt_steps: int | None = None) -> list[Answer]:
+    def solve_held_out(self, limit: int | None = refine.HELD_OUT, **thinking: Unpack[Thinking]) -> list[Answer]:
         """The answers to the first so many held-out puzzles; None: to all."""
-        return self._refine(None, None, halt_steps, limit)
+        return self._refine(None, None, thinking, limit)
 
-    def solve_all(self, puzzles: str | Path | Sequence[str], *, halt_steps: int | None = None) -> list[Answer]:
+    def solve_all(self, puzzles: str | Path | Sequence[str], **thinking: Unpack[Thinking]) -> list[Answer]:
         """The answers to many puzzles, computed together: a list of them, or a file with one a line."""
-        return self._refine(str(puzzles) if isinstance(puzzles, Path) else puzzles, None, halt_steps)
+        return self._refine(str(puzzles) if isinstance(puzzles, Path) else puzzles, None, thinking)
 
     def _refine(
         self,
         puzzle: str | Sequence[str] | None,
         number: int | None,
-        halt_steps: int | None,
+        thinking: Thinking,
         limit: int | None = None,
     ) -> list[Answer]:
         try:
-            experiment, params, *_ = self.loaded(halt_steps, needs_data=puzzle is None)
+            experiment, params, *_ = self.loaded(needs_data=puzzle is None, **thinking)
         except DataError as error:
             if puzzle is not None:
                 raise
             hint = f"or give a puzzle, which needs no dataset: `tinypod solve {self.run} PUZZLE`"
             raise DataError(f"{error}; {hint}") from None
-        if halt_steps not in self._programs:
-            self._programs[halt_steps] = refine.make_program(experiment)
-        program = self._programs[halt_steps]
+        changes = _changes(thinking)
+        if changes not in self._programs:
+            self._programs[changes] = refine.make_program(experiment)
+        program = self._programs[changes]
         return refine.refinements(experiment, params, puzzle, number, limit=limit, program=program)
+
+
+def _changes(thinking: Thinking) -> tuple[str, ...]:
+    """As overrides of the config."""
+    unknown = sorted(thinking.keys() - THINKING.keys())
+    if unknown:
+        raise TypeError(f"unexpected keyword argument {unknown[0]!r}; expected one of {', '.join(THINKING)}")
+    return tuple(f"{THINKING[name]}={value}" for name, value in thinking.items() if value is not None)
 
 
 def _console() -> Console:

@@ -88,7 +88,7 @@ EXIT_CODES: dict[int, ExitCode] = {  # docs/reliability.md has the same table
     77: ExitCode("a function was compiled again after warm-up", "never"),
     78: ExitCode("replicas of the weights differ: silent corruption of memory", "always"),
     79: ExitCode("the loss stayed non-finite after every rollback", "never"),
-    80: ExitCode("a device ran out of memory, in compiling or in the step", "never"),
+    80: ExitCode("a device has too little memory, in compiling or in the step; also of `tinypod plan`", "never"),
     130: ExitCode("stopped by Ctrl-C (SIGINT), with everything saved unless it came twice", "never"),
     143: ExitCode("stopped by SIGTERM or a notice of preemption, with everything saved", "always"),
 }

@@ -3,7 +3,9 @@
 Four axes. The rows of a batch are split over `data` and `fsdp`; `fsdp` also splits weights, their optimizer state and
 their averages, which are made whole where a layer uses them; `tensor` splits heads and the inner width of MLPs;
 `pipeline` splits a stack of layers into stages, which the parts of a batch pass one after the other. Devices are
-ordered host by host with `tensor` innermost, so that the axes that talk most stay inside a host.
+ordered host by host with `tensor` innermost, so that the axes that talk most stay inside a host. Where a mesh spans
+several TPU slices, they are ordered slice by slice, and `data` alone crosses the network between them: once a step,
+with gradients.
 
 A rule is `(pattern, PartitionSpec)`; the pattern must match a whole path (`layers.mlp.down`), the first match counts.
 Rules stand beside the model. A parameter without a rule, or a rule without a parameter, is an error.
@@ -12,7 +14,8 @@ Rules stand beside the model. A parameter without a rule, or a rule without a pa
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
@@ -76,6 +79,7 @@ class MeshConfig(Config):
     pipeline: AxisSize = 1
     fsdp: AxisSize = 1
     tensor: AxisSize = 1
+    slices: PositiveInt = 1  # that the mesh spans, a part of `data` in each; the other axes stay inside a slice
     devices: PositiveInt | None = None  # use the first so many of those there are; null: all
 
     @model_validator(mode="after")
@@ -85,6 +89,10 @@ class MeshConfig(Config):
             raise ValueError("an axis has at least 1 device, or -1 for all that are left")
         if sizes.count(-1) > 1:
             raise ValueError("only one axis can be -1 (all devices that are left)")
+        if self.slices > 1 and self.devices is not None:
+            raise ValueError(
+                "`devices` takes the first ones, not some of each slice; leave it null, or set `slices` to 1"
+            )
         return self
 
     def shape(self, num_devices: int) -> tuple[int, ...]:
@@ -102,6 +110,11 @@ class MeshConfig(Config):
         elif fixed != num_devices:
             raise ConfigError(
                 f"mesh: {written} makes {fixed} devices, but there are {num_devices}; set one axis to -1 to take all"
+            )
+        if sizes[0] % self.slices:
+            raise ConfigError(
+                f"mesh.slices={self.slices}: only `data` crosses slices, and data={sizes[0]} is not a multiple of "
+                f"{self.slices}: the other axes have to fit into one slice"
             )
         return tuple(sizes)
 
@@ -122,7 +135,7 @@ def all_devices() -> list[Any]:
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     found = list(all_devices() if devices is None else devices)
-    ordered = sorted(found, key=lambda device: (device.process_index, device.id))
+    ordered = sorted(found, key=lambda device: (slice_of(device) or 0, device.process_index, device.id))
     shape = config.shape(len(ordered))
     used = ordered[: math.prod(shape)]
     if idle := {device.process_index for device in ordered} - {device.process_index for device in used}:
@@ -130,7 +143,36 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
             f"mesh.devices={config.devices} leaves process {min(idle)} without a device; start fewer processes, or "
             "take more devices"
         )
+    _check_slices(config, used)
     return Mesh(np.asarray(used).reshape(shape), AXES)
+
+
+def slice_of(device: Any) -> int | None:
+    """The number of a TPU's slice, which devices of the only one need not have; None for other devices. (JAX gives
+    GPUs such a number, too: by host.)"""
+    return getattr(device, "slice_index", 0) if device.platform == "tpu" else None
+
+
+def num_slices(devices: Iterable[Any]) -> int:
+    return len({slice_of(device) for device in devices})
+
+
+def _check_slices(config: MeshConfig, used: Sequence[Any]) -> None:
+    """Axes that cross slices unasked would be slow, and nobody would know why. Devices that are in no slice are taken
+    for equal parts, in their order."""
+    sizes = Counter(map(slice_of, used))
+    if None in sizes:
+        return
+    if len(sizes) != config.slices:
+        more = ", so that only `data` crosses them"
+        fewer = ", or start the command on every host of every slice"
+        raise ConfigError(
+            f"mesh.slices={config.slices}, but the devices are of {len(sizes)} slice{'s' * (len(sizes) > 1)}; set "
+            f"mesh.slices={len(sizes)}{more if len(sizes) > config.slices else fewer}"
+        )
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(str(size) for _, size in sorted(sizes.items()))
+        raise ConfigError(f"mesh.slices={config.slices}: the slices have {listed} devices; they must be of one size")
 
 
 def describe_mesh(sizes: Mapping[str, int]) -> str:

@@ -1,5 +1,6 @@
 """The command line as a user meets it: what works, and what it says when something cannot."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,11 @@ def test_eval_prints_each_source_and_more_steps(trained: Path) -> None:
     assert " 21 " in text
     assert '"weights": "live"' in ok("eval", trained, "--halt-steps", 9, "--json", "--weights", "live", "--limit", 5)
     assert "9 steps each" in " ".join(ok("eval", trained, "--halt-steps", 9).split())  # long paths break the title
+    more = ("--views", 2, "--trajectories", 2, "--noise", 0.5, "--noise-at", "every_step", "--choose", "confident")
+    text = " ".join(ok("eval", trained, *more).split())
+    assert "2 views, 2 trajectories, noise 0.5, at every step, the most confident" in text
+    assert "cost in steps" in text
+    assert json.loads(ok("eval", trained, *more, "--json"))["cost/source1"] == 3 * 2 * 2
     other = write_4x4(trained.parent / "other", test=5, num_sources=2)
     assert '"count": 5.0' in ok("eval", trained, f"data.path={other}", "--json", "--checkpoint", "latest")
 
@@ -66,6 +72,9 @@ def test_eval_prints_each_source_and_more_steps(trained: Path) -> None:
 def test_solve_takes_characters_files_and_held_out_puzzles(trained: Path, tmp_path: Path) -> None:
     assert "step 1" in ok("solve", trained)
     assert "step 1" in ok("solve", trained, "12..34..........", "--halt-steps", 4)
+    text = ok("solve", trained, "12..34..........", "--views", 3, "--choose", "vote")
+    assert "3 views, by vote: 9 steps of the model for a puzzle" in text
+    assert "steps of the model" not in ok("solve", trained, "12..34..........")
     listed = tmp_path / "list.txt"
     listed.write_text("12..34..........\n\n....12..34......\n")
     assert "of 2" in ok("solve", trained, listed, "--svg", tmp_path / "a.svg")
@@ -88,6 +97,8 @@ def test_wrong_arguments_are_named(trained: Path, tmp_path: Path) -> None:
     assert "'both' is not one of" in refused("eval", trained, "--weights", "both")
     assert "No such option" in refused("train", "x.yaml", "--sped")
     assert "no dataset at" in refused("train", CONFIGS / "demo.yaml", f"data.path={tmp_path}", "--run", tmp_path / "r")
+    assert "all the same without noise; set noise" in refused("eval", trained, "--trajectories", 4)
+    assert "set trajectories" in refused("solve", trained, "--noise", 0.5)
     assert "no split 'valid'" in refused("eval", trained, "--split", "valid")
     (tmp_path / "file").write_text("")
     data = f"data.path={trained.parent / 'data'}"

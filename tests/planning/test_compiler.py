@@ -3,6 +3,7 @@ models are made small, to take seconds. What must hold of every step: one reduct
 over the data axis, the state donated."""
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -173,6 +174,18 @@ def test_fsdp_and_tensor_collectives_stay_on_their_axes() -> None:
 
 
 @needs_compiler
+def test_only_gradients_cross_slices() -> None:
+    config = load(CONFIGS / "demo.yaml", [*SHORT, "mesh={slices: 2, fsdp: 2}"], ExperimentConfig)
+    work = tpu_compiler.compile_for(config, slices.find_slice("v4-8").times(2)).work
+    assert work is not None
+    assert all("?" not in traffic.axes for traffic in work.exchanges()), work.collectives
+    crossing = [traffic for traffic in work.exchanges() if traffic.axes == ("slices",)]
+    assert {traffic.op for traffic in crossing} == {"all-reduce"}
+    assert sum(traffic.payload_bytes for traffic in crossing) <= trained_bytes(config)
+    assert work.unwanted == ()
+
+
+@needs_compiler
 def test_a_step_that_does_not_fit_says_by_how_much() -> None:
     _, found = compile_for(CONFIGS / "trm" / "sudoku_mlp.yaml", "v5e-1", "batch_size=32768", "model.unroll=false")
     assert found.work is None
@@ -195,6 +208,23 @@ def test_the_compiler_is_known_by_its_version(monkeypatch: pytest.MonkeyPatch, t
 def test_what_the_child_refuses_is_an_error_here() -> None:
     with pytest.raises(ConfigError, match="does not divide dimension"):
         compile_for(CONFIGS / "demo.yaml", "v4-8", "mesh.fsdp=4", "model.hidden_size=90")
+
+
+def test_the_compiler_is_asked_for_a_topology(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for a name: one host of a slice, or two slices, have no name in the table."""
+    asked: list[dict] = []
+    refused = '\nTINYPOD_ANSWER {"error": "no", "kind": "ConfigError"}'
+
+    def ask(request: str, *rest: object) -> tuple[str, str, int]:
+        asked.append(json.loads(request))
+        return refused, "", 0
+
+    monkeypatch.setattr(tpu_compiler, "_ask", ask)
+    target = slices.find_slice("v4-64").times(2)
+    with pytest.raises(ConfigError, match="no"):
+        tpu_compiler.compile_for(load(CONFIGS / "demo.yaml", SHORT, ExperimentConfig), target)
+    assert asked[0]["topology"] == target.topology_arguments() | {"chips_per_host_bounds": [2, 2, 1]}
+    assert asked[0]["topology"]["num_slices"] == 2
 
 
 def test_a_compilation_that_takes_too_long_is_given_up() -> None:

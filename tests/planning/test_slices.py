@@ -12,6 +12,7 @@ import tpu
 from tinypod import cli
 from tinypod.errors import UserError
 from tinypod.planning import slices
+from tinypod.planning.hardware import check_claims
 
 ASK_THE_COMPILER = """
 import json, re, sys
@@ -63,12 +64,33 @@ def test_what_documents_get_wrong(name: str, chips: int, hosts: int, devices: in
     assert (found.chips, found.hosts, found.devices) == (chips, hosts, devices)
 
 
+def test_several_slices_have_more_of_everything_but_links() -> None:
+    one = slices.find_slice("v5e-16")
+    two = one.times(2)
+    assert (two.name, two.chips, two.hosts, two.devices) == ("2 × v5e-16", 32, 8, 32)
+    assert two.peak_bf16 == 2 * one.peak_bf16
+    assert two.topology_arguments() == one.topology_arguments() | {"num_slices": 2}
+    assert two.dcn_bandwidth == one.dcn_bandwidth == 25e9 / 8  # 25 Gbit/s a chip
+    assert one.times(1) == one
+
+
+def test_no_device_has_more_memory_than_its_chip_is_sold_with() -> None:
+    for known in slices.GENERATIONS.values():
+        assert known.usable_bytes * known.devices_per_chip <= known.hbm_bytes, known.name
+
+
+def test_numbers_without_a_slice_are_refused() -> None:
+    for arguments in (["--hosts", "8"], ["v4", "--hosts", "8"]):
+        with pytest.raises(UserError, match="--hosts: say of which slice"):
+            raise CliRunner().invoke(cli.app, ["slices", *arguments]).exception
+
+
 def test_a_wrong_belief_is_corrected() -> None:
-    slices.find_slice("v4-32").check_claims(hosts=4, chips=16)
+    check_claims(slices.find_slice("v4-32"), hosts=4, chips=16)
     with pytest.raises(
         UserError, match=r"v4-32 does not have 32 chips and 8 hosts: the 32 .* counts TensorCores; it has"
     ):
-        slices.find_slice("v4-32").check_claims(chips=32, hosts=8)
+        check_claims(slices.find_slice("v4-32"), chips=32, hosts=8)
     result = CliRunner().invoke(cli.app, ["slices", "v4-32", "--hosts", "8"])
     assert isinstance(result.exception, UserError)
     assert "16 chips on 4 hosts" in str(result.exception)
@@ -80,7 +102,7 @@ def test_a_wrong_belief_is_corrected() -> None:
         ("v4-33", "v4 comes as v4-8, v4-16, v4-32"),
         ("v4", "no such TPU slice"),
         ("v9-8", "did you mean"),
-        ("h100", "generations: v4, v5e"),
+        ("b300", "generations: v4, v5e"),
         ("v6e-2", "v6e comes as v6e-1, v6e-4"),
     ],
 )

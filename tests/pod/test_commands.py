@@ -85,6 +85,8 @@ def test_what_cannot_work_is_said_before_anything_is_spent(cloud: Cloud, spec: s
         tinypod("run", spec, DEMO, "data.path=data/demo", "--run", "gs://b/x")
     with pytest.raises(UserError, match=r"data.path=data/demo is a path on this machine"):
         tinypod("run", spec, "studies/width", "--run", "gs://b/x")
+    with pytest.raises(UserError, match=r"mesh.slices=2: `tinypod pod` trains on one slice; set mesh.slices=1"):
+        tinypod("run", spec, DEMO, "data.path=gs://b/d", "mesh.slices=2", "--run", "gs://b/x")
     with pytest.raises(UserError, match="--supervise is for one run"):
         tinypod("run", spec, "studies/width", "data.path=gs://b/d", "--run", "gs://b/x", "--supervise")
     with pytest.raises(UserError, match="batch_sze: unknown key"):

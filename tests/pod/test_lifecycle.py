@@ -32,7 +32,7 @@ def test_a_queued_slice_comes_up_with_progress(cloud: Cloud) -> None:
     state = up(gcloud, console)
     assert (state.phase, state.has_node, state.has_request) == ("ready", True, True)
     assert state.created is not None
-    assert "asking for v4-16 (8 chips, 2 hosts) in us-central2-b, queued (spot), $10.30 per hour" in text(console)
+    assert "asking for v4-16 (8 chips, 2 hosts) in us-central2-b, queued (spot), $7.47 per hour" in text(console)
     assert "waiting (WAITING_FOR_RESOURCES, by SERVICE)" in text(console)
     assert "trainer: ready after" in text(console)
     creations = cloud.commands().count("queued-resources create")

@@ -18,7 +18,7 @@ def test_the_example_loads() -> None:
     assert (spec.slice.hosts, spec.accelerator_type, spec.runtime) == (8, "v4-64", "tpu-ubuntu2204-base")
     assert spec.is_queued
     assert spec.is_spot
-    assert spec.hourly_dollars == pytest.approx(32 * 3.22 * 0.4)
+    assert spec.hourly_dollars == pytest.approx(32 * 3.22 * 0.29)
 
 
 def test_names_differ_between_google_and_jax() -> None:

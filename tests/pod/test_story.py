@@ -97,4 +97,4 @@ def test_a_preempted_run_is_brought_to_its_end(cloud: Cloud, tmp_path: Path, mon
     assert "keeper.lock" not in files
     grants = json.loads(files["pod.json"])["grants"]
     assert len(grants) == 2
-    assert all(grant["hourly_dollars"] == pytest.approx(8 * 3.22 * 0.4) for grant in grants)
+    assert all(grant["hourly_dollars"] == pytest.approx(8 * 3.22 * 0.29) for grant in grants)

@@ -75,7 +75,7 @@ def run(
     _check_run(run)
     gcloud, place = _gcloud(spec, dry_run), open_run(run)
     job = _job(config, overrides, str(place), supervise=supervise)
-    _check_paths(job)
+    _check_configs(job)
     pod_run = PodRun(gcloud, place, job, console)
     try:
         code = pod_run.keep() if keep and not dry_run else pod_run.once()
@@ -218,7 +218,7 @@ def manifest(
     else:
         _check_run(run)
         job = _job(config, overrides, run, folder=f"{CONFIG_FOLDER}/")
-        _check_paths(job)
+        _check_configs(job)
         if slice_name is None or image is None:
             raise UserError("a JobSet needs --slice (like v6e-16) and --image; an sbatch script, --slurm")
         text = JobSet(
@@ -258,10 +258,15 @@ def _check_run(run: str) -> None:
         )
 
 
-def _check_paths(job: "Job") -> None:
-    """Paths in a config must mean the same on a worker as here."""
+def _check_configs(job: "Job") -> None:
+    """Paths in a config must mean the same on a worker as here, and its mesh must be one slice's."""
     for config in job.configs:
         _check_paths_in(config)
+        if config.mesh.slices > 1:
+            raise UserError(
+                f"mesh.slices={config.mesh.slices}: `tinypod pod` trains on one slice; set mesh.slices=1, or start "
+                "`tinypod train` on every host of all slices yourself (docs/pods.md)"
+            )
 
 
 def _check_paths_in(section: Any, prefix: str = "") -> None:

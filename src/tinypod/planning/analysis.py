@@ -8,9 +8,11 @@ step.
 import math
 import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 from pydantic import BaseModel, ConfigDict
 
 from tinypod import sharding
@@ -52,15 +54,20 @@ class Analysis(Facts):
     """Of one config on one set of devices. `work` is None where the compiler ran out of memory."""
 
     mesh: dict[str, int]
+    # Of the mesh's devices, in the topology of their TPU slice, or on the hosts of planned GPUs; elsewhere none.
+    coordinates: tuple[tuple[int, ...], ...]
     memory: Memory
     work: Program | None
     compile_s: float  # tracing and lowering, too
+    stand_in: str | None = None  # why the CPU's compiler made the program, where it did so for a GPU
 
 
-def analyse(experiment: Experiment) -> tuple[Analysis, Any]:
-    """Compile the training step; also the compiled step itself, None where it does not fit."""
+def analyse(experiment: Experiment, places: Sequence[tuple[int, ...]] | None = None) -> tuple[Analysis, Any]:
+    """Compile the training step; also the compiled step itself, None where it does not fit. `places`: the coordinates
+    of all devices, where they do not say so themselves."""
     experiment.check_batch()
     mesh = dict(experiment.mesh.shape)
+    places = coordinates(experiment.mesh) if places is None else tuple(places[: experiment.mesh.size])
     began = time.perf_counter()
     try:
         compiled = experiment.compile_step(experiment.abstract_inputs[3])
@@ -69,11 +76,19 @@ def analyse(experiment: Experiment) -> tuple[Analysis, Any]:
             raise
         found = _NEEDED.search(str(error))
         memory = split_memory(experiment, int(float(found[1]) * _UNITS[found[2]]) if found else None)
-        return Analysis(mesh=mesh, memory=memory, work=None, compile_s=time.perf_counter() - began), None
+        compile_s = time.perf_counter() - began
+        return Analysis(mesh=mesh, coordinates=places, memory=memory, work=None, compile_s=compile_s), None
     compile_s = time.perf_counter() - began
     memory = split_memory(experiment, step_bytes(compiled))
-    work = read(compiled.as_text(), mesh)
-    return Analysis(mesh=mesh, memory=memory, work=work, compile_s=compile_s), compiled
+    work = read(compiled.as_text(), mesh, places, sharding.num_slices(experiment.mesh.devices.flat))
+    return Analysis(mesh=mesh, coordinates=places, memory=memory, work=work, compile_s=compile_s), compiled
+
+
+def coordinates(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+    devices = list(mesh.devices.flat)
+    if not all(hasattr(device, "coords") and device.platform == "tpu" for device in devices):
+        return ()
+    return tuple(tuple(device.coords) for device in devices)
 
 
 def split_memory(experiment: Experiment, needed: int | None) -> Memory:

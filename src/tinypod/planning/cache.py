@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from tinypod.experiment import ExperimentConfig
 from tinypod.planning import compiler as tpu_compiler
 from tinypod.planning.analysis import Analysis
-from tinypod.planning.slices import Slice
+from tinypod.planning.hardware import Hardware
 from tinypod.runs import storage
 from tinypod.sharding import AXES
 from tinypod.tasks.task import Task
@@ -33,25 +33,32 @@ def folder() -> Path:
 
 
 def read(key: str) -> Analysis | None:
+    """None where it is not there, is of another version, or is not what was written."""
     try:
-        return Analysis.model_validate_json((folder() / f"{key}.json").read_bytes())
+        digest, _, kept = (folder() / f"{key}.json").read_bytes().partition(b"\n")
+        return Analysis.model_validate_json(kept) if digest == _digest(key, kept) else None
     except (OSError, ValidationError):
-        return None  # not there, or of another version
+        return None
 
 
 def write(key: str, analysis: Analysis) -> None:
     folder().mkdir(parents=True, exist_ok=True)
-    storage.replace_file(folder() / f"{key}.json", analysis.model_dump_json().encode())
+    kept = analysis.model_dump_json().encode()
+    storage.replace_file(folder() / f"{key}.json", _digest(key, kept) + b"\n" + kept)
 
 
-def cache_key(config: ExperimentConfig, task: Task, target: Slice) -> str:
+def _digest(key: str, kept: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + kept).hexdigest().encode()
+
+
+def cache_key(config: ExperimentConfig, task: Task, target: Hardware) -> str:
     """Other rates, another seed or more steps ask for no new compilation."""
     tree = {name: value for name, value in config.model_dump(mode="json").items() if name not in _IRRELEVANT}
     tree["optimizer"], tree["task"] = _without_numbers(tree["optimizer"]), _without_numbers(tree["task"])
     tree["ema_decay"] = tree["ema_decay"] is not None
     tree["data"] = {name: value for name, value in tree["data"].items() if name not in ("path", "expected")}
     tree["mesh"] = config.mesh.shape(target.devices)
-    parts = (tree, _shapes(task), target.topology_arguments(), _versions())
+    parts = (tree, _shapes(task), target.topology_arguments(), _versions(target))
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -70,14 +77,14 @@ def _shapes(task: Task) -> list[str]:
     return [f"{jax.tree_util.keystr(path)}: {x.dtype}{list(x.shape)}" for path, x in leaves]
 
 
-def _versions() -> dict[str, str]:
+def _versions(target: Hardware) -> dict[str, str]:
     settings = {
         name: value
         for name, value in os.environ.items()
         if name == "LIBTPU_INIT_ARGS" or (name.startswith("JAX_") and not name.startswith(_HARMLESS))
     }
     packages = {name: version(name) for name in ("jax", "jaxlib", "optax")}
-    return packages | settings | {"source": _source_hash(), "compiler": tpu_compiler.compiler_version()}
+    return packages | settings | {"source": _source_hash(), "compiler": tpu_compiler.compiler_version(target)}
 
 
 @cache

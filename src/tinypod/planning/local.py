@@ -76,8 +76,8 @@ def _fits(analysis: Analysis, there: int | None) -> bool:
 def make_local_plan(experiment: Experiment, analysis: Analysis, probe: Probe, overrides: tuple[str, ...] = ()) -> Plan:
     work, devices, prediction = analysis.work, experiment.mesh.size, None
     if work is not None:
-        sent_s = None if work.exchanges() else 0.0
-        prediction = predict(work, probe.flops, probe.bandwidth, clock=None, interconnect_s=sent_s)
+        unsent = [0.0] * len(work.collectives)
+        prediction = predict(work, probe.flops, probe.bandwidth, clock=None, sent=None if work.exchanges() else unsent)
     return make_plan(
         experiment.config,
         experiment.task,
@@ -86,6 +86,7 @@ def make_local_plan(experiment: Experiment, analysis: Analysis, probe: Probe, ov
         overrides,
         slice=f"{devices} × {jax.local_devices()[0].device_kind}",
         devices=devices,
+        peak_flops=devices * probe.flops,
         usable_bytes=probe.memory_bytes,
         fits=_fits(analysis, probe.memory_bytes),
         probe=probe,

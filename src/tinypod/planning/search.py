@@ -19,9 +19,10 @@ from typing import NamedTuple
 from tinypod.errors import ConfigError, UserError
 from tinypod.experiment import ExperimentConfig
 from tinypod.planning.analysis import Facts
+from tinypod.planning.hardware import Hardware, find_all
 from tinypod.planning.planner import Plan, Planner, check
-from tinypod.planning.slices import Slice, all_slices
-from tinypod.runs.terminal import dollars, duration
+from tinypod.planning.slices import Slice
+from tinypod.runs.terminal import dollars, duration, say
 
 MAX_DEVICES = 256  # of slices that are ranked unasked
 CONFIRMED = 3  # ranked slices that are compiled, from the best on
@@ -112,10 +113,10 @@ def _next_parts(tried: Sequence[tuple[int, Plan]]) -> int | None:
     return None if fixed >= room else max(parts + 1, math.ceil(parts * (memory.needed - fixed) / (room - fixed)))
 
 
-def plan_slice(planner: Planner, target: Slice, *, search: bool = True) -> Plan:
-    """Where it does not fit, with what is proposed instead."""
+def plan_slice(planner: Planner, target: Hardware, *, search: bool = True) -> Plan:
+    """Where it does not fit, with what is proposed instead; not by the memory of another compiler's program."""
     plan = planner.plan(target)
-    if plan.fits or not search:
+    if plan.fits or not search or plan.analysis.stand_in is not None:
         return plan
     return plan.model_copy(update={"proposal": find_fit(planner.config, plan, partial(planner.plan, target))})
 
@@ -136,6 +137,7 @@ class Ranking(NamedTuple):
     entries: list[Ranked]  # the best first
     left_out: list[str]  # why, by slice
     notes: list[str]  # of the plans
+    stopped: bool = False  # by Ctrl-C, before all were compiled that should be
 
 
 class Budget(NamedTuple):
@@ -163,55 +165,74 @@ class Budget(NamedTuple):
         return (entry.hours, dear) if self.hours is None else (dear, entry.hours)
 
 
-def rank(planner: Planner, targets: Sequence[Slice] | None, budget: Budget) -> Ranking:
+def rank(planner: Planner, targets: Sequence[Hardware] | None, budget: Budget) -> Ranking:
     """Slices that keep within the budget; those that are named are all compiled."""
-    candidates = _usable(planner.config) if targets is None else list(targets)
+    candidates = _usable(planner) if targets is None else list(targets)
     if not candidates:
         raise UserError(
             f"batch_size={planner.config.batch_size} divides over no slice that was considered; `tinypod slices` lists "
             "them, --slice names one"
         )
-    plans: dict[Slice, Plan] = {}
+    plans: dict[Hardware, Plan] = {}
     left_out: dict[str, str] = {}
-    while True:  # each turn compiles for one slice
-        entries = _entries([target for target in candidates if target.name not in left_out], plans)
-        entries.sort(key=budget.rank)
-        within = [entry for entry in entries if budget.refusal(entry) is None]
-        untried = [target for target in candidates if target not in plans and target.name not in left_out]
-        following = _next_slice(untried, within, plans, compile_all=targets is not None)
-        if following is None:
-            break
-        try:
-            asked = plan_slice(planner, following)
+    stopped = False
+
+    def entries() -> list[Ranked]:
+        return sorted(_entries([one for one in candidates if one.name not in left_out], plans), key=budget.rank)
+
+    def within() -> list[Ranked]:
+        return [entry for entry in entries() if budget.refusal(entry) is None]
+
+    try:
+        while True:  # each turn compiles for one slice
+            untried = [target for target in candidates if target not in plans and target.name not in left_out]
+            following = _next_slice(untried, within(), plans, compile_all=targets is not None)
+            if following is None:
+                break
+            try:
+                asked = plan_slice(planner, following)
+            except ConfigError as error:
+                if targets is not None:
+                    raise
+                left_out[following.name] = str(error)
+                continue
             plan = asked if asked.fits else asked.proposal
-        except ConfigError as error:
-            if targets is not None:
-                raise
-            left_out[following.name] = str(error)
-            continue
-        if plan is None:
-            left_out[following.name] = "does not fit, nor does any variant that was tried"
-        else:
-            plans[following] = plan
-    reasons = left_out | {entry.slice: why for entry in entries if (why := budget.refusal(entry))}
+            if plan is None:
+                stand_in = asked.analysis.stand_in is not None
+                guess = "does not fit by the CPU's compiler; what the GPU's needs is not known"
+                left_out[following.name] = guess if stand_in else "does not fit, nor does any variant that was tried"
+            else:
+                plans[following] = plan
+            say(planner.console, f"{plan or asked}; {len(plans) + len(left_out)} of {len(candidates)} slices looked at")
+    except KeyboardInterrupt:
+        if not plans:
+            raise
+        stopped = True
+    reasons = left_out | {entry.slice: why for entry in entries() if (why := budget.refusal(entry))}
     notes = sorted({note for plan in plans.values() for note in plan.notes})
-    return Ranking(within, [f"{name}: {why}" for name, why in reasons.items()], notes)
+    return Ranking(within(), [f"{name}: {why}" for name, why in reasons.items()], notes, stopped)
 
 
-def _usable(config: ExperimentConfig) -> list[Slice]:
-    def divides(target: Slice) -> bool:
+def _usable(planner: Planner) -> list[Hardware]:
+    """Slices, and GPUs of which the user's own table has a price."""
+
+    def divides(target: Hardware) -> bool:
         try:
-            check(config, target)
+            check(planner.config, target)
         except ConfigError:
             return False
         return True
 
-    return [target for target in all_slices() if target.devices <= MAX_DEVICES and divides(target)]
+    priced = (
+        one for one in find_all(None) if isinstance(one, Slice) or one.generation.name in planner.prices.on_demand
+    )
+    offered = (target.times(planner.config.mesh.slices) for target in priced)
+    return [target for target in offered if target.devices <= MAX_DEVICES and divides(target)]
 
 
 def _next_slice(
-    untried: Sequence[Slice], within: Sequence[Ranked], plans: dict[Slice, Plan], *, compile_all: bool
-) -> Slice | None:
+    untried: Sequence[Hardware], within: Sequence[Ranked], plans: dict[Hardware, Plan], *, compile_all: bool
+) -> Hardware | None:
     """The smallest of a generation that has no plan yet, then the best ones that are only scaled."""
     known = {target.generation for target in plans}
     for target in sorted(untried, key=lambda target: target.devices):
@@ -221,7 +242,7 @@ def _next_slice(
     return next((target for target in untried if target.name in unsure[:1]), None)
 
 
-def _entries(candidates: Sequence[Slice], plans: dict[Slice, Plan]) -> list[Ranked]:
+def _entries(candidates: Sequence[Hardware], plans: dict[Hardware, Plan]) -> list[Ranked]:
     """Of the slices whose generation has a plan."""
     entries = []
     for target in candidates:
@@ -232,13 +253,14 @@ def _entries(candidates: Sequence[Slice], plans: dict[Slice, Plan]) -> list[Rank
     return entries
 
 
-def _entry(target: Slice, reference: Slice, plan: Plan) -> Ranked:
+def _entry(target: Hardware, reference: Hardware, plan: Plan) -> Ranked:
     """As if the time on a chip went with its rows, and the exchange between chips took as long as before."""
     prediction = plan.prediction
     assert prediction is not None
     assert plan.hours is not None
     share = reference.devices / target.devices
-    ratio = (prediction.on_chip_s * share + (prediction.interconnect_s or 0.0)) / prediction.step_s
+    between = prediction.step_s - prediction.on_chip_s
+    ratio = (prediction.on_chip_s * share + between) / prediction.step_s
     compiled = target == reference
     return Ranked(
         slice=target.name,

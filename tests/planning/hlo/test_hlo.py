@@ -254,7 +254,7 @@ def test_groups_are_told_by_axis(mesh: str, groups: str | None, axes: str, size:
     text = COLLECTIVE.format(groups="" if groups is None else f", replica_groups={groups}")
     sizes = dict(zip(MESH, map(int, mesh.split(",")), strict=True))
     (found,) = hlo.read(text, sizes).collectives
-    assert (",".join(found.axes), found.group_size) == (axes, size)
+    assert (",".join(found.axes), found.span.group_size) == (axes, size)
 
 
 def test_tuples_are_summed_up() -> None:
@@ -329,6 +329,28 @@ def test_collectives_that_fusions_hide() -> None:
     ]
     assert program.flops == 2 * 256 * 512 * 1024
     assert [kernel.name for kernel in program.kernels] == ["fusion.70"]
+    assert [c.during for c in program.collectives] == [(0, 1), None, None]
+
+
+def test_what_crosses_slices_goes_over_the_hosts() -> None:
+    """Two slices of four v5e: one slice's program, in which the sum of gradients over `data` is scattered inside the
+    slice, exchanged with the other slice by a send and a recv, and gathered again."""
+    text, mesh = excerpt("v5e_two_slices.txt"), {"data": 4, "fsdp": 2}
+    program = hlo.read(text, mesh, [(x, y, 0) for _ in range(2) for y in range(2) for x in range(2)], slices=2)
+    assert [(c.op, c.axes, c.span.group_size, c.payload_bytes) for c in program.collectives] == [
+        ("all-gather", ("fsdp",), 2, 512 * 2048 * 2),
+        ("reduce-scatter", ("fsdp",), 2, 512 * 2048 * 2),
+        ("reduce-scatter", ("data",), 2, 256 * 2048 * 2),
+        ("all-reduce", ("slices",), 2, 128 * 2048 * 2),
+        ("all-gather", ("data",), 2, 256 * 2048 * 2),
+    ]
+    assert [c.span.chips for c in program.collectives] == [(2, 1, 1), (2, 1, 1), (1, 2, 1), (), (1, 2, 1)]
+    assert program.unwanted == ()
+    assert not any(kernel.name in ("send", "recv") for kernel in program.kernels)
+    work = "  %busy = f32[256,2048]{1,0:T(8,128)} copy(%param)\n"
+    busy = hlo.read(text.replace("  %send-done", f"{work}  %send-done"), mesh, slices=2)
+    (start, end) = busy.collectives[3].during
+    assert [kernel.name for kernel in busy.kernels[start:end]] == ["busy"]
 
 
 def test_collectives_on_the_sparse_core() -> None:
@@ -439,7 +461,7 @@ def test_a_kernel_may_state_its_share_of_the_peak() -> None:
     text = COLLECTIVE.format(groups="").replace("  ROOT", f"  %c = f32[4]{{0}} custom-call(%p), {stated}\n  ROOT")
     program = hlo.read(text, {"data": 2})
     assert [kernel.share for kernel in program.kernels if kernel.name == "c"] == [0.25]
-    found = predict(program, peak=4096.0, bandwidth=1e12, clock=1e9, interconnect_s=0.0)
+    found = predict(program, peak=4096.0, bandwidth=1e12, clock=1e9, sent=[0.0])
     assert (found.on_chip_s, found.compute_s) == (pytest.approx(4.0, rel=1e-3), pytest.approx(1.0))
     assert found.estimated_share == pytest.approx(1.0, rel=1e-3)
 
@@ -543,3 +565,79 @@ def check_fsdp_step(program: hlo.Program) -> None:
     assert {c.shapes for c in activations} == {("bf16[256,512]",)}
     gradients = {axis for c in program.collectives if "reduce" in c.op and c.payload_bytes > 2**19 for axis in c.axes}
     assert gradients == {"data", "fsdp"}
+
+
+OVERLAPPED = """HloModule overlapped, is_scheduled=true
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %add = f32[] add(%a, %b)
+}
+
+%fused_rows (p: f32[8,4]) -> f32[8] {
+  %p = f32[8,4]{1,0} parameter(0)
+  %zero = f32[] constant(0)
+  ROOT %reduce = f32[8]{0} reduce(%p, %zero), dimensions={1}, to_apply=%sum
+}
+
+%fused_taken (p: f32[8,4], i: s32[2,1]) -> f32[2,4] {
+  %p = f32[8,4]{1,0} parameter(0)
+  %i = s32[2,1]{1,0} parameter(1)
+  ROOT %gather = f32[2,4]{1,0} gather(%p, %i), offset_dims={1}, slice_sizes={1,4}
+}
+
+ENTRY %main (x: f32[8,4], w: f32[4,4], i: s32[2,1]) -> f32[8] {
+  %x = f32[8,4]{1,0} parameter(0)
+  %w = f32[4,4]{1,0} parameter(1)
+  %i = s32[2,1]{1,0} parameter(2)
+  %early = f32[8,4]{1,0} negate(%x)
+  %start = (f32[8,4]{1,0}, f32[16,4]{1,0}) all-gather-start(%x), replica_groups={{0,1}}, dimensions={0}
+  %fetch = (f32[4,4]{1,0:S(1)}, f32[4,4]{1,0}, u32[]) copy-start(%w)
+  %product = f32[8,4]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %rows = f32[8]{0} fusion(%product), kind=kInput, calls=%fused_rows
+  %gathered = f32[16,4]{1,0} all-gather-done(%start)
+  %fetched = f32[4,4]{1,0:S(1)} copy-done(%fetch)
+  %taken = f32[2,4]{1,0} fusion(%x, %i), kind=kLoop, calls=%fused_taken
+  %now = f32[8]{0} all-reduce(%rows), replica_groups={{0,1}}, to_apply=%sum
+  ROOT %last = f32[8]{0} add(%rows, %now)
+}
+"""
+
+
+def test_kernels_have_kinds_and_those_that_hide_a_collective_are_known() -> None:
+    program = hlo.read(OVERLAPPED, {"data": 2})
+    assert {kernel.name: kernel.kind for kernel in program.kernels} == {
+        "early": "element-wise",
+        "fetch": "element-wise",
+        "product": "products",
+        "rows": "reductions",
+        "taken": "gathers",
+        "last": "element-wise",
+    }
+    assert [kernel.name for kernel in program.kernels if kernel.ahead] == ["fetch"]
+    during = {one.op: one.during for one in program.collectives}
+    assert during["all-reduce"] is None
+    assert [kernel.name for kernel in program.kernels[slice(*during["all-gather"])]] == ["fetch", "product", "rows"]
+
+
+REDUCED_ON_GPUS = """HloModule reduced, is_scheduled=true
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %add = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: f32[8,4], y: f32[2]) -> f32[8,4] {
+  %x = f32[8,4]{1,0} parameter(0)
+  %y = f32[2]{0} parameter(1)
+  %one = ((f32[8,4]{1,0}), f32[8,4]{1,0}) all-reduce-start(%x), replica_groups={{0,1}}, to_apply=%sum
+  %two = (f32[8,4]{1,0}, f32[2]{0}) all-reduce-start(%x, %y), replica_groups={{0,1}}, to_apply=%sum
+  ROOT %done = f32[8,4]{1,0} all-reduce-done(%one)
+}
+"""
+
+
+def test_what_gpus_put_beside_the_result_of_an_all_reduce_is_not_sent() -> None:
+    assert [one.payload_bytes for one in hlo.read(REDUCED_ON_GPUS, {"data": 2}).collectives] == [128, 136]

@@ -23,6 +23,10 @@ def _hazards(instruction: Instruction, called: str) -> list[str]:
     if "<=" in shape or called in _DYNAMIC:
         hazards.append("dynamic shape")
     transfers = instruction.kind in ("send", "recv") and "is_host_transfer=true" in instruction.attributes
-    if transfers or called in ("infeed", "outfeed") or any(x in called.lower() for x in _HOST_CALLS):
+    if (
+        (transfers and not instruction.crosses_slices)
+        or called in ("infeed", "outfeed")
+        or any(x in called.lower() for x in _HOST_CALLS)
+    ):
         hazards.append("call of the host")
     return hazards

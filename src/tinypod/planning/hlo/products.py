@@ -16,6 +16,9 @@ from tinypod.planning.hlo.text import Computation, Instruction, Module, find, in
 
 # No matrix product in them; any other call that is not understood is named in `Program.opaque_calls`.
 _PLAIN_CALLS = words("TopK __gpu$TopK __cub$DeviceRadixSort cu_threefry2x32_ffi PadToStatic SliceToDynamic")
+# JAX's splash attention, which says nothing of itself: products of a block of positions with another.
+SPLASH_FORWARD, SPLASH_BACKWARD = "splash_mha_fwd", "splash_mha_dkv"
+_SPLASH = {SPLASH_FORWARD: 2, SPLASH_BACKWARD: 5}
 
 
 def flops(module: Module, computation: Computation, instruction: Instruction) -> float:
@@ -43,7 +46,21 @@ def _flops(computation: Computation, instruction: Instruction) -> float:
     if target.startswith("__onednn$matmul"):  # [..., m, k] or, transposed, [..., k, m]
         left, out = computation.operands(instruction)[0].arrays[0].dims, instruction.results[0]
         return 2 * out.size * left[-1] * left[-2] / out.dims[-2]
+    if (products := _splash_products(instruction)) is not None:
+        return products * _causal_flops(computation, instruction)
     return float(_stated_flops(instruction) or 0)
+
+
+def _splash_products(instruction: Instruction) -> int | None:
+    return next((products for name, products in _SPLASH.items() if instruction.name.startswith(name)), None)
+
+
+def _causal_flops(computation: Computation, instruction: Instruction) -> float:
+    """Of one product, [T, H] by [H, T] for each head, in blocks, without those that are wholly in the future."""
+    mask, _, queries = (operand.arrays[0].dims for operand in computation.operands(instruction)[:3])
+    (rows, columns), (length, width) = mask[-2:], queries[-2:]
+    blocks = sum(math.ceil((row + 1) * columns / rows) for row in range(rows))
+    return 2.0 * math.prod(queries[:-2]) * width * blocks * (length / rows) * (length / columns)
 
 
 def _stated_flops(instruction: Instruction) -> str:
@@ -60,6 +77,7 @@ def stated_share(instruction: Instruction) -> float | None:
 def understood(instruction: Instruction) -> bool:
     target = instruction.target
     known = target.startswith(("__cublas$", "__onednn$matmul")) or target in _PLAIN_CALLS
+    known = known or _splash_products(instruction) is not None
     return known or bool(_stated_flops(instruction))
 
 

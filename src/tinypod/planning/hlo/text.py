@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 
 UNKNOWN_CYCLES = 2**63 - 1  # what the TPU compiler writes for "no estimate"
 HOST_MEMORY = 5
+_SPARSE = 'async_execution_thread="sparsecore"'
 
 
 def words(text: str) -> frozenset[str]:
@@ -69,10 +70,14 @@ class Instruction:
 
     @property
     def results(self) -> tuple[Array, ...]:
-        """The arrays it makes: a -start also returns its operands and what the -done will need."""
+        """The arrays it makes, or sends: a -start also returns its operands and what the -done will need."""
         if self.opcode == "copy-start":
             return self.arrays[:1]
-        if self.opcode.endswith("-start") and self.shape.startswith("(") and self.opcode != "all-reduce-start":
+        if self.opcode in ("send", "recv"):
+            return _arrays(_parts(self.shape)[0])
+        # The tuple of an all-reduce is that of its results, except where GPUs put one of the operands first.
+        with_operands = self.shape.startswith("((" if self.opcode == "all-reduce-start" else "(")
+        if self.opcode.endswith("-start") and with_operands:
             parts = _parts(self.shape)
             return _arrays(parts[1]) if len(parts) > 1 else self.arrays
         return self.arrays
@@ -80,6 +85,11 @@ class Instruction:
     @property
     def target(self) -> str:
         return find(r'custom_call_target="([^"]*)"', self.attributes)
+
+    @property
+    def crosses_slices(self) -> bool:
+        """The TPU compiler writes one slice's program, and has the hosts exchange what goes to the others."""
+        return self.opcode in ("send", "recv") and '"xla_megascale_runtime"' in self.attributes
 
     @property
     def cycles(self) -> int | None:
@@ -125,6 +135,13 @@ class Module:
         wanted = attributes or ("calls", "to_apply")
         names = (find(rf"\b{attribute}=%([\w.\-]+)", instruction.attributes) for attribute in wanted)
         return self.computations[next(filter(None, names), "")]
+
+    def beside(self, instruction: Instruction) -> Computation | None:
+        """The computation that an instruction starts on a TPU's sparse cores, if it does."""
+        if not (instruction.opcode.endswith("-start") and _SPARSE in instruction.attributes):
+            return None
+        name = find(r"\b(?:to_apply=|called_computations=\{)%([\w.\-]+)", instruction.attributes)
+        return self.computations.get(name)
 
     def branches(self, conditional: Instruction) -> list[Computation]:
         names = _OPERAND.findall(find(r"branch_computations=\{([^}]*)\}", conditional.attributes))
