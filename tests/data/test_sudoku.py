@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tinypod.data import build, sudoku, sudoku_csv, sudoku_generator, sudoku_solver
+from tinypod.data.puzzles import read_split
 from tinypod.errors import DataError
 
 BOXES = [(2, 2), (2, 3), (3, 3)]
@@ -540,6 +541,29 @@ def test_names_that_look_like_markup_are_printed_as_they_are(tmp_path, puzzles):
     build.describe(out, info, console)
     said = " ".join(console.file.getvalue().split())  # broken between words, as the console is narrow
     assert f"{out}: sudoku puzzles of 36 cells (5 train, 5 test)" in said
+
+
+@pytest.mark.parametrize("generate", [False, True])
+def test_a_holdout_is_drawn_with_the_training_puzzles_and_shares_none_with_them(tmp_path, puzzles, generate):
+    csvs = {} if generate else {f"{name}_csv": write(tmp_path / name, rows_of(puzzles)) for name in ("train", "test")}
+    options = {"train_csv": None, "test_csv": None, "clues": 12 if generate else None} | csvs
+
+    def make(name, seed):
+        console = Console(file=io.StringIO())
+        sizes = {"train_size": 5, "holdout": 4, "test_size": 3}
+        info = build.build_sudoku(
+            tmp_path / name, generate=generate, box=(2, 3), seed=seed, console=console, **sizes, **options
+        )
+        splits = {split: read_split(tmp_path / name, info, split) for split in info.splits}
+        return {split: {bytes(row) for row in rows.inputs} for split, rows in splits.items()}
+
+    made = make("a", 0)
+    assert {split: len(rows) for split, rows in made.items()} == {"train": 5, "test": 3, "holdout": 4}
+    assert not made["train"] & made["holdout"]
+    assert make("b", 0) == made
+    assert make("c", 1)["holdout"] != made["holdout"]
+    if not generate:
+        assert made["train"] | made["holdout"] <= {bytes(row) for row in sudoku.to_tokens(puzzles.questions)}
 
 
 def test_numba_is_imported_late():

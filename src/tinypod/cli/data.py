@@ -21,6 +21,10 @@ def data_sudoku(
         int | None,
         typer.Option("--test-size", min=1, help="Held-out puzzles; default: all there are, or 1000 made up."),
     ] = None,
+    holdout: Annotated[
+        int,
+        typer.Option(min=0, help="Puzzles drawn with those for training and kept out: a split `holdout` of this many."),
+    ] = 0,
     box: Annotated[
         str, typer.Option(help="Rows x columns of a box: 3x3 is the usual 9×9, 2x3 a 6×6, 2x2 a 4×4.")
     ] = "3x3",
@@ -47,6 +51,7 @@ def data_sudoku(
         generate=generate,
         train_size=train_size,
         test_size=test_size,
+        holdout=holdout,
         box=build.parse_box(box),
         clues=clues,
         seed=seed,

@@ -33,8 +33,10 @@ def build_sudoku(
     clues: int | None,
     seed: int,
     console: Console,
+    holdout: int = 0,
 ) -> puzzles.DatasetInfo:
-    """Make a dataset folder: generated, or from CSVs (local ones, or the hub's)."""
+    """Make a dataset folder: generated, or from CSVs (local ones, or the hub's). `holdout`: puzzles of where those for
+    training come from, drawn with them and kept out, as a split of that name."""
     puzzles.check_new(out)
     if generate and (train_csv or test_csv):
         raise UserError("--generate makes puzzles up: leave out --train-csv and --test-csv, or --generate")
@@ -48,20 +50,28 @@ def build_sudoku(
     if (train_csv is None) != (test_csv is None):
         raise UserError("give both --train-csv and --test-csv, or neither")
     _warn_if_slow(box, console)
+    drawn = train_size + holdout
     if generate:
-        train, test = _generate(box, train_size, test_size or 1000, clues, seed, console)
+        train, test = _generate(box, drawn, test_size or 1000, clues, seed, console)
         origin = generated(box, clues, seed)
     else:
         files = (train_csv, test_csv) if train_csv and test_csv else sudoku_csv.download()
         train, test = (
-            _read(path, box, size, seed, console) for path, size in zip(files, (train_size, test_size), strict=True)
+            _read(path, box, size, seed, console) for path, size in zip(files, (drawn, test_size), strict=True)
         )
         origin = f"read from CSV: {train_size} training rows drawn with seed {seed}"
-    copies = np.isin(sudoku.signatures(test.questions, box), sudoku.signatures(train.questions, box)).sum()
-    if copies:
+    parts = {"train": train, "test": test}
+    if holdout:
+        # Another stream than the one that orders a split: its own seed.
+        order = np.random.default_rng([seed, 1]).permutation(drawn)
+        parts |= {"train": _take(train, order[:train_size]), "holdout": _take(train, order[train_size:])}
+        origin = f"{origin}; {holdout} more held out"
+    trained = sudoku.signatures(parts["train"].questions, box)
+    unseen = [part.questions for name, part in parts.items() if name != "train"]
+    if copies := np.isin(sudoku.signatures(np.concatenate(unseen), box), trained).sum():
         say(console, f"note: {copies} held-out puzzles look like symmetric copies of training puzzles", "yellow")
     info = puzzles.describe_sudoku(list(box), sources=sorted({*train.sources, *test.sources}), origin=origin)
-    splits = {name: _to_split(part, info.sources, seed) for name, part in (("train", train), ("test", test))}
+    splits = {name: _to_split(part, info.sources, seed) for name, part in parts.items()}
     return puzzles.write_dataset(out, info, splits)
 
 
@@ -97,8 +107,11 @@ def _generate(
     total = train_size + test_size
     with counting(console, "generating", total) as progress:
         made = sudoku_generator.generate(box, total, seed, clues, progress)
-    parts = (slice(train_size), slice(train_size, None))
-    return [Puzzles(*(column[part] for column in made)) for part in parts]  # type: ignore[arg-type]
+    return [_take(made, np.arange(total)[part]) for part in (slice(train_size), slice(train_size, None))]
+
+
+def _take(made: Puzzles, rows: np.ndarray) -> Puzzles:
+    return Puzzles(made.questions[rows], made.answers[rows], [made.sources[i] for i in rows], made.ratings[rows])
 
 
 def _read(path: Path, box: Box, size: int | None, seed: int, console: Console) -> Puzzles:
