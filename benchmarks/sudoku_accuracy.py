@@ -1,0 +1,200 @@
+"""How much a trained model solves: against minutes of training, and against the thought that it spends on a puzzle.
+
+    python benchmarks/sudoku_accuracy.py OUT RUN [RUN ...]
+    python benchmarks/sudoku_accuracy.py OUT RUN --splits holdout --settings 16 128 16x8 "16x8 first"
+
+A RUN is a run folder; runs that differ in their seed alone are one row. The dataset is the run's own (another:
+`--data FOLDER`). A setting is the steps of each chain, with `x` the symmetric views, with `*` the trajectories (with
+noise of `--noise`), then how one answer is chosen: `16`, `128`, `16x8`, `64x8 confident`, `16*8 every_step confident`.
+Each pair of a run and a setting is scored by the command that stands beside it in `scores.jsonl`, once: what is there
+is not computed again. OUT also gets `table.md`, `training.png` and `thinking.png`.
+"""
+
+import argparse
+import json
+import re
+import shlex
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("agg")
+from matplotlib import pyplot
+
+import tinypod
+
+SETTINGS = ["16", "32", "64", "128", "16x8", "64x8", "16x8 first", "16*8 confident", "16*8 every_step confident"]
+SETTING = re.compile(r"(?P<steps>\d+)(x(?P<views>\d+))?(\*(?P<trajectories>\d+))?(?P<words>( \w+)*)")
+COLOURS = ("#2a78b5", "#d1495b", "#2e8b57", "#c77d0a", "#7b5ea7", "#178f9c")
+
+
+def parse(setting: str, noise: float) -> dict[str, Any]:
+    """As keyword arguments of `Model.evaluate`."""
+    match = SETTING.fullmatch(setting)
+    if match is None:
+        raise SystemExit(f"setting {setting!r}: expected such as 16, 128, 16x8, 16x8 first, 16*8 every_step confident")
+    thinking: dict[str, Any] = {"halt_steps": int(match["steps"])}
+    if match["views"]:
+        thinking["views"] = int(match["views"])
+    if match["trajectories"]:
+        thinking |= {"trajectories": int(match["trajectories"]), "noise": noise}
+    for word in match["words"].split():
+        thinking["noise_at" if word in ("start", "every_step") else "choose"] = word
+    return thinking
+
+
+def command(run: str, split: str, limit: int | None, data: str | None, thinking: dict[str, Any]) -> str:
+    words = ["tinypod", "eval", run, *([f"data.path={data}"] if data else []), "--checkpoint", "latest"]
+    words += ["--split", split]
+    if limit:
+        words += ["--limit", str(limit)]
+    for name, value in thinking.items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    return shlex.join(words)
+
+
+def name_of(config: Any) -> str:
+    """What runs that differ in their seed share."""
+    model, optimizer = config.model, config.optimizer
+    recursion = f"H {model.H_cycles} L {model.L_cycles}"
+    return f"{optimizer.kind}, {model.mixing.kind}, {recursion}, batch {config.batch_size}, {config.steps:,} steps"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def score(out: Path, runs: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    file = out / "scores.jsonl"
+    known = {row["command"] for row in read(file)}
+    for run in runs:
+        # The last checkpoint: the best one was chosen by the puzzles that are scored here.
+        model = tinypod.load(run, {"data.path": options.data} if options.data else {}, checkpoint="latest")
+        for setting in options.settings:
+            thinking = parse(setting, options.noise)
+            for split in options.splits:
+                limit = options.limit if split == "test" else None
+                asked = command(run, split, limit, options.data, thinking)
+                if asked in known:
+                    continue
+                scores = model.evaluate(split, limit=limit, **thinking)
+                row = {"command": asked, "run": run, "recipe": name_of(model.config), "seed": model.config.seed}
+                row |= {"setting": setting, "split": split, "step": model.step, "weights": model.weights}
+                with open(file, "a") as lines:
+                    lines.write(json.dumps(row | {"scores": scores}) + "\n")
+                print(f"{scores['exact_accuracy']:.2%} at {scores['cost']:.1f} steps: {asked}", flush=True)
+    return read(file)
+
+
+def training_curve(run: str) -> tuple[np.ndarray, np.ndarray]:
+    """Minutes of training (evaluations, checkpoints and pauses left out) and held-out accuracy."""
+    rows = tinypod.load(run).metrics
+    paces = [(row["step"], row["perf/step_ms"]) for row in rows if row.get("perf/step_ms")]
+    scores = [(row["step"], row["eval/exact_accuracy"]) for row in rows if "eval/exact_accuracy" in row]
+    if not paces or not scores:
+        return np.zeros(0), np.zeros(0)
+    at, pace = (np.array(column, float) for column in zip(*paces, strict=True))
+    minutes = np.cumsum(pace * np.diff(at, prepend=0)) / 60_000
+    steps, values = (np.array(column, float) for column in zip(*scores, strict=True))
+    return np.interp(steps, at, minutes), values
+
+
+def spread(values: Iterable[float]) -> str:
+    found = list(values)
+    middle = f"{100 * statistics.mean(found):.2f}"
+    return middle if len(found) == 1 else f"{middle} ± {100 * statistics.stdev(found):.2f}"
+
+
+def make_table(rows: list[dict[str, Any]]) -> str:
+    sources = sorted({name for row in rows for name in row["scores"] if name.startswith("exact_accuracy/")})
+    titles = [
+        "recipe",
+        "seeds",
+        "setting",
+        "cost in steps",
+        "split",
+        "puzzles",
+        "solved",
+        *(s.split("/", 1)[1] for s in sources),
+    ]
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["recipe"], row["setting"], row["split"]), []).append(row)
+    for (recipe, setting, split), group in groups.items():
+        scores = [row["scores"] for row in group]
+        cost = statistics.mean(one["cost"] for one in scores)
+        cells = [recipe, str(len(group)), setting, f"{cost:.1f}", split, f"{scores[0]['count']:,.0f}"]
+        cells.append(spread(one["exact_accuracy"] for one in scores))
+        cells += [spread(one[s] for one in scores) if s in scores[0] else "" for s in sources]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def draw_training(out: Path, runs: list[str]) -> None:
+    figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+    recipes: dict[str, str] = {}
+    for run in runs:
+        minutes, values = training_curve(run)
+        recipe = name_of(tinypod.load(run).config)
+        label = None if recipe in recipes else recipe
+        colour = recipes.setdefault(recipe, COLOURS[len(recipes) % len(COLOURS)])
+        axes.plot(minutes, 100 * values, color=colour, label=label, linewidth=1.6)
+    axes.set(xlabel="minutes of training", ylabel="held-out puzzles solved, %", ylim=(0, 100), xlim=(0, None))
+    _finish(axes)
+    figure.savefig(out / "training.png", dpi=200)
+
+
+def draw_thinking(out: Path, rows: list[dict[str, Any]]) -> None:
+    figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+    series: dict[tuple[str, str], list[tuple[float, float, str]]] = {}
+    for row in rows:
+        point = row["scores"]["cost"], 100 * row["scores"]["exact_accuracy"], row["setting"]
+        series.setdefault((row["recipe"], row["split"]), []).append(point)
+    for number, ((recipe, split), points) in enumerate(series.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        for setting in dict.fromkeys(point[2] for point in points):
+            cost, solved = (statistics.mean(p[i] for p in points if p[2] == setting) for i in (0, 1))
+            first = setting == points[0][2]
+            axes.plot(cost, solved, "o", color=colour, markersize=4, label=f"{recipe}: {split}" if first else None)
+            axes.annotate(setting, (cost, solved), xytext=(4, -3), textcoords="offset points", fontsize=6.5)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.margins(x=0.12)
+    axes.set(xlabel="steps of the model for one puzzle", ylabel="puzzles solved, %")
+    _finish(axes)
+    figure.savefig(out / "thinking.png", dpi=200)
+
+
+def _finish(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#e4e7eb", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, fontsize=7.5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("runs", nargs="+")
+    parser.add_argument("--data", help="a dataset folder; default: the one that a run was trained with")
+    parser.add_argument("--splits", nargs="+", default=["holdout", "test"])
+    parser.add_argument("--settings", nargs="+", default=SETTINGS)
+    parser.add_argument("--noise", type=float, default=0.5)
+    parser.add_argument("--limit", type=int, help="rows of the split `test`; default: all")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows = score(options.out, options.runs, options)
+    table = make_table(rows)
+    (options.out / "table.md").write_text(table + "\n")
+    draw_training(options.out, options.runs)
+    draw_thinking(options.out, rows)
+    print(table)
+
+
+if __name__ == "__main__":
+    main()
