@@ -13,6 +13,7 @@ puzzles, the curves, and `table.md`. `--small` is a model and puzzles for a CPU,
 
 import argparse
 import datetime
+import importlib
 import json
 import math
 import os
@@ -112,16 +113,16 @@ def train_theirs(
     import torch
 
     sys.path.insert(0, str(checkout))
-    from models.losses import ACTLossHead
-    from models.recursive_reasoning.trm import TinyRecursiveReasoningModel_ACTV1
+    losses = importlib.import_module("models.losses")
+    trm = importlib.import_module("models.recursive_reasoning.trm")
 
     torch.manual_seed(seed)
     random, info = np.random.default_rng(seed), puzzles.read_info(folder / "data")
     B, side = recipe.batch, sudoku.side_of(recipe.box)
 
-    def load(split: str) -> tuple[Any, Any]:
+    def load(split: str) -> list[Any]:
         found = puzzles.read_split(folder / "data", info, split)
-        return tuple(torch.tensor(x.astype(np.int32), device=device) for x in (found.inputs, found.labels))
+        return [torch.tensor(x.astype(np.int32), device=device) for x in (found.inputs, found.labels)]
 
     (questions, answers), held_out = load("train"), load("test")
     config = {
@@ -147,7 +148,7 @@ def train_theirs(
         "causal": False,
     }
     with torch.device(device):
-        model = ACTLossHead(TinyRecursiveReasoningModel_ACTV1(config), loss_type="stablemax_cross_entropy")
+        model = losses.ACTLossHead(trm.TinyRecursiveReasoningModel_ACTV1(config), "stablemax_cross_entropy")
     call = torch.compile(model, dynamic=False) if device == "cuda" else model
     weights = [p for p in model.parameters() if p.requires_grad]
     moments = [[torch.zeros_like(p) for p in weights] for _ in range(2)]

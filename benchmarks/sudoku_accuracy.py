@@ -158,7 +158,8 @@ def draw_thinking(out: Path, rows: list[dict[str, Any]]) -> None:
     for number, ((recipe, split), points) in enumerate(series.items()):
         colour = COLOURS[number % len(COLOURS)]
         for setting in dict.fromkeys(point[2] for point in points):
-            cost, solved = (statistics.mean(p[i] for p in points if p[2] == setting) for i in (0, 1))
+            here = [point for point in points if point[2] == setting]
+            cost, solved = statistics.mean(p[0] for p in here), statistics.mean(p[1] for p in here)
             first = setting == points[0][2]
             axes.plot(cost, solved, "o", color=colour, markersize=4, label=f"{recipe}: {split}" if first else None)
             axes.annotate(setting, (cost, solved), xytext=(4, -3), textcoords="offset points", fontsize=6.5)
