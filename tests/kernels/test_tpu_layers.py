@@ -148,8 +148,8 @@ def test_a_step_with_them_is_a_step_without(overrides: dict[str, bool], monkeypa
 
     step = jax.grad(loss, has_aux=True)
     expected = jax.jit(step)(params)
-    monkeypatch.setattr(layers, "token_block", lambda weights, x, _: fused("tokens", *pair(weights), x))
-    monkeypatch.setattr(layers, "mlp_block", lambda weights, x, _: fused("channels", *pair(weights), x))
+    monkeypatch.setattr(layers, "token_block", lambda weights, x, *_: fused("tokens", *pair(weights), x))
+    monkeypatch.setattr(layers, "mlp_block", lambda weights, x, *_: fused("channels", *pair(weights), x))
     assert "token_mixing_backward" in str(jax.make_jaxpr(lambda params: step(params))(params))
     found = jax.jit(lambda params: step(params))(params)  # another function: the first is compiled already
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

@@ -234,7 +234,104 @@ def test_a_one_step_gradient_goes_through_the_last_update_of_each_state_only(var
     assert np.linalg.norm(other["embed"]["tokens"] - found["embed"]["tokens"]) > 1e-2
 
 
+def net_with_a_normalised_gate(config, weights, h, xp=jnp):
+    """By the definition, sigmoid(g) · rms(g · v) in each MLP, over transposed copies; in numpy or JAX."""
+
+    def norm(x):
+        return x / xp.sqrt(xp.mean(x * x, axis=-1, keepdims=True) + 1e-5)
+
+    def mlp(part, i, x):
+        gate, up = x @ part["gate_up"][i, :, 0], x @ part["gate_up"][i, :, 1]
+        return (norm(gate * up) / (1 + xp.exp(-gate))) @ part["down"][i]
+
+    for i in range(2):
+        if isinstance(config.mixing, trm.AttentionMixing):
+            attention = {name: jnp.asarray(weight[i]) for name, weight in weights["attention"].items()}
+            h = norm(h + xp.asarray(layers.attention(attention, jnp.asarray(h), None, ANYWHERE)))
+        else:
+            across = xp.swapaxes(h, 1, 2)
+            h = xp.swapaxes(norm(across + mlp(weights["token_mlp"], i, across)), 1, 2)
+        h = norm(h + mlp(weights["mlp"], i, h))
+    return h
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.02])  # the second: products so small that the norm's epsilon counts
+@pytest.mark.parametrize("where", ["cpu", "anywhere"])
+@pytest.mark.parametrize(
+    "mixing",
+    [trm.MlpMixing(), trm.AttentionMixing(num_heads=4, positions=trm.NoPositions())],
+    ids=["mlp", "attention"],
+)
+def test_a_normalised_gate_written_out(mixing, where: str, scale: float) -> None:
+    """The net, and its gradients against those that JAX finds of the definition."""
+    config = make(gate="normalised", mixing=mixing)
+    placement = sharding.place(sharding.make_mesh(MeshConfig(devices=1)), {}) if where == "cpu" else ANYWHERE
+    weights = jax.tree.map(lambda x: scale * x, trm.init(config, SHAPE, jax.random.key(0))["layers"])
+    h, by = jax.random.normal(jax.random.key(1), (2, 4, 11, 16))
+
+    def ours(weights, h):
+        return trm.make_net(config, h.shape[1], placement)(weights, h, None)
+
+    def differentiate(net):
+        return jax.jit(jax.grad(lambda weights, h: jnp.sum(net(weights, h) * by), argnums=(0, 1)))(weights, h)
+
+    exact = net_with_a_normalised_gate(config, jax.tree.map(np.asarray, weights), np.asarray(h), np)
+    np.testing.assert_allclose(jax.jit(ours)(weights, h), exact, rtol=1e-4, atol=1e-5)
+    assert_alike(differentiate(ours), differentiate(lambda *given: net_with_a_normalised_gate(config, *given)), 1e-4)
+
+
+def test_the_mean_of_a_normalised_gate_is_over_all_devices_that_share_the_inner_units() -> None:
+    config = make(gate="normalised")
+    params = trm.init(config, SHAPE, jax.random.key(0))
+    # Inner units of very different sizes, so that no part of them has the mean of all.
+    for mlp in params["layers"].values():
+        mlp["gate_up"] *= jnp.linspace(0.1, 4, mlp["gate_up"].shape[3])[None, None, None]
+    tokens, rows = jax.random.randint(jax.random.key(1), (8, 9), 0, 5), jnp.ones((8, 20))
+
+    def loss_and_gradients(mesh: MeshConfig):
+        mesh = sharding.make_mesh(mesh)
+        specs = sharding.param_specs(trm.sharding_rules(config), params, mesh)
+        placement = sharding.place(mesh, specs)
+
+        def loss(params):
+            z = trm.initial_z(config, params, 8, 9)
+            return jnp.sum(jnp.sin(trm.apply(config, params, z, tokens, rows, placement)[1]))
+
+        placed = jax.device_put(params, jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs))
+        return jax.jit(jax.value_and_grad(loss))(placed)
+
+    one = loss_and_gradients(MeshConfig(devices=1))
+    for mesh in (MeshConfig(data=4, tensor=2), MeshConfig(data=2, fsdp=2, tensor=2)):
+        assert_alike(loss_and_gradients(mesh), one, 5e-4)
+
+
+def test_no_kernel_of_another_gate_is_used_with_a_normalised_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    placement = sharding.place(sharding.make_mesh(MeshConfig(devices=1)), {})
+    sizes = {"hidden_size": 256, "mlp_multiple_of": 256, "dtype": "bfloat16", "unroll": True}
+    x = jax.ShapeDtypeStruct((128, 97, 256), jnp.bfloat16)
+
+    def count_kernels(gate: str) -> int:
+        """But for those of a residual's norm, which has no gate."""
+        config = make(gate=gate, **sizes)
+        params = jax.eval_shape(lambda: trm.init(config, trm.PuzzleShape(95, 5, 3), jax.random.key(0)))["layers"]
+
+        def both(params, x):
+            fixed = jax.lax.stop_gradient(params)
+            detached, weights = trm.make_detached_net(config, {"L": fixed, "H": fixed}, 97, placement)
+            last = trm.make_net(config, 97, placement)(params, detached(weights["L"], x, None), None)
+            return jnp.sum(last.astype(jnp.float32))
+
+        text = str(jax.make_jaxpr(jax.grad(both))(params, x))
+        return len(re.findall(r"pallas_call\[|wgmma_ref", text)) - text.count("name=residual_norm_backward")
+
+    for platform in ("tpu", "hopper"):
+        monkeypatch.setattr(sharding.Placement, "kernels", platform)
+        assert count_kernels("swiglu") > 0
+        assert count_kernels("normalised") == 0
+
+
 VARIANTS = {
+    "normalised gate": {"gate": "normalised"},
     "plain": {},
     "single z": {"single_z": True},
     "separate nets": {"separate_nets": True},

@@ -1,4 +1,5 @@
-"""The paper's ablations as config: each lowers, trains, resumes and costs what it says; and the continue loss."""
+"""The paper's ablations and another gate as config: each lowers, trains, resumes and costs what it says; the continue
+loss."""
 
 from io import StringIO
 from pathlib import Path
@@ -24,6 +25,7 @@ from tinypod.solve.refine import make_program, refine
 from tinypod.tasks.puzzle import _cell_losses
 
 ABLATIONS = {
+    "normalised gate": "model.gate=normalised",
     "single z": "model.single_z=true",
     "separate nets": "model.separate_nets=true",
     "one-step gradient": "model.one_step_gradient=true",

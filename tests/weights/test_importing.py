@@ -4,24 +4,27 @@ import re
 from io import StringIO
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import yaml
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from fixtures import tiny_config, write_4x4
 from language_models import SHAPE, make_model
 from tinypod import cli
 from tinypod.cache import build
 from tinypod.config import load
 from tinypod.errors import UserError
 from tinypod.experiment import ExperimentConfig
-from tinypod.models.trm import TrmConfig
+from tinypod.models.trm import PuzzleShape, TrmConfig, init
 from tinypod.runs.folder import Run
 from tinypod.training import train
 from tinypod.weights import hugging_face, language_model, packed, peft
 from tinypod.weights.convert import without_adapters
 from tinypod.weights.exporting import write_weights
+from tinypod.weights.importing import create_run
 
 QUIET = Console(file=StringIO())
 
@@ -123,3 +126,18 @@ def test_a_puzzle_model_has_one_format() -> None:
     for options in ({"format": "packed"}, {"format": "hugging_face"}, {"dtype": "float32"}, {"base": Path("x")}):
         with pytest.raises(UserError, match="are for language models; a trm is written"):
             write_weights(Path("nowhere"), model, {}, **options)
+
+
+def test_a_gate_that_the_authors_do_not_have_neither_goes_out_nor_comes_in(tmp_path: Path) -> None:
+    data = write_4x4(tmp_path / "data")
+    config = tiny_config(data, "model.gate=normalised")
+    params = init(config.model, PuzzleShape(16, 6, 1), jax.random.key(0))
+    out = tmp_path / "theirs.pt"
+    with pytest.raises(UserError, match=r"model\.gate=normalised.*model\.gate=swiglu alone"):
+        write_weights(out, config.model, params)
+    assert not out.exists()
+    write_weights(out, config.model.model_copy(update={"gate": "swiglu"}), params)
+    with pytest.raises(UserError, match=r"model\.gate=normalised"):
+        create_run(Run(tmp_path / "run"), config, str(out))
+    assert not (tmp_path / "run" / "config.yaml").exists()
+    create_run(Run(tmp_path / "run"), tiny_config(data), str(out))

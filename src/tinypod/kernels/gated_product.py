@@ -44,9 +44,20 @@ def fused(gate_up_D2F: Array, down_FD: Array, x_BTD: Array, placement: Placement
     return by_rows(swiglu, placement, num_weights=2)(gate_up_D2F, down_FD, x_BTD)
 
 
-def plain(gate_up_D2F: Array, down_FD: Array, x_BTD: Array) -> Array:
+def plain(gate_up_D2F: Array, down_FD: Array, x_BTD: Array, gate_epsilon: float | None = None) -> Array:
     gate_up_BT2F = jnp.einsum("btd,dcf->btcf", x_BTD, gate_up_D2F.astype(x_BTD.dtype))
-    return (jax.nn.silu(gate_up_BT2F[:, :, 0]) * gate_up_BT2F[:, :, 1]) @ down_FD.astype(x_BTD.dtype)
+    inner_BTF = inner_units(gate_up_BT2F[:, :, 0], gate_up_BT2F[:, :, 1], gate_epsilon)
+    return inner_BTF @ down_FD.astype(x_BTD.dtype)
+
+
+def inner_units(gate: Array, up: Array, gate_epsilon: float | None, axis: int = -1) -> Array:
+    """What stands between the products of an MLP: `silu(gate) · up`; with an epsilon the normalised gate (arXiv
+    2601.19085), `sigmoid(gate) · rms_norm(gate · up)` along the inner units."""
+    if gate_epsilon is None:
+        return jax.nn.silu(gate) * up
+    product = (gate * up).astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(product), axis=axis, keepdims=True) + gate_epsilon)
+    return jax.nn.sigmoid(gate) * (product * scale).astype(gate.dtype)
 
 
 @jax.custom_vjp

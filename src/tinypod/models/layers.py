@@ -5,6 +5,7 @@ Shape letters: B batch, T positions, D width, F inner width of an MLP, N heads, 
 """
 
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from tinypod.sharding import Placement
 
 TRUNCATED_STD = 0.8796256610342398  # std of a unit normal cut at ±2
 RMS_EPSILON = 1e-5
+Gate = Literal["swiglu", "normalised"]  # of an MLP: kernels are told the epsilon of its norm, None without one
 
 
 def truncated_normal(key: Array, shape: tuple[int, ...], std: float) -> Array:
@@ -60,42 +62,50 @@ def swiglu_init(key: Array, num_layers: int, width: int, inner: int) -> dict[str
     }
 
 
-def swiglu(params: dict[str, Array], x_BTD: Array, placement: Placement) -> Array:
-    fused = gated_product.fused(params["gate_up"], params["down"], x_BTD, placement)
+def _epsilon(gate: Gate) -> float | None:
+    return RMS_EPSILON if gate == "normalised" else None
+
+
+def swiglu(params: dict[str, Array], x_BTD: Array, placement: Placement, gate: Gate = "swiglu") -> Array:
+    fused = gated_product.fused(params["gate_up"], params["down"], x_BTD, placement) if gate == "swiglu" else None
     if fused is None and placement.on_cpu:
-        return _swiglu_of_matrices(params, x_BTD)
-    return gated_product.plain(params["gate_up"], params["down"], x_BTD) if fused is None else fused
+        return _swiglu_of_matrices(params, x_BTD, gate)
+    return gated_product.plain(params["gate_up"], params["down"], x_BTD, _epsilon(gate)) if fused is None else fused
 
 
-def _swiglu_of_matrices(params: dict[str, Array], x_BTD: Array) -> Array:
+def _swiglu_of_matrices(params: dict[str, Array], x_BTD: Array, gate: Gate) -> Array:
     """Over the last dim. XLA's CPU compiler copies what enters a product that sums over, or keeps, several dims of one
     side, as gradients do; a product of two matrices it takes as it is."""
     gate_up_D2F, x_ND = params["gate_up"], x_BTD.reshape(-1, x_BTD.shape[-1])
     gate_NF, up_NF = linear(x_ND, gate_up_D2F[:, 0]), linear(x_ND, gate_up_D2F[:, 1])
-    return linear(jax.nn.silu(gate_NF) * up_NF, params["down"]).reshape(x_BTD.shape)
+    inner_NF = gated_product.inner_units(gate_NF, up_NF, _epsilon(gate))
+    return linear(inner_NF, params["down"]).reshape(x_BTD.shape)
 
 
-def token_swiglu(params: dict[str, Array], x_BTD: Array, placement: Placement) -> Array:
+def token_swiglu(params: dict[str, Array], x_BTD: Array, placement: Placement, gate: Gate = "swiglu") -> Array:
     """SwiGLU over the positions, the same for every channel; but on CPUs without the transposes that its definition
     suggests."""
     if placement.on_cpu:
-        return jnp.swapaxes(_swiglu_of_matrices(params, jnp.swapaxes(x_BTD, 1, 2)), 1, 2)
+        return jnp.swapaxes(_swiglu_of_matrices(params, jnp.swapaxes(x_BTD, 1, 2), gate), 1, 2)
     gate_up_B2FD = jnp.einsum("btd,tcf->bcfd", x_BTD, params["gate_up"].astype(x_BTD.dtype))
-    inner_BFD = jax.nn.silu(gate_up_B2FD[:, 0]) * gate_up_B2FD[:, 1]
+    inner_BFD = gated_product.inner_units(gate_up_B2FD[:, 0], gate_up_B2FD[:, 1], _epsilon(gate), axis=1)
     return jnp.einsum("bfd,ft->btd", inner_BFD, params["down"].astype(x_BTD.dtype))
 
 
-def token_block(params: dict[str, Array], x_BTD: Array, placement: Placement) -> Array:
+def token_block(params: dict[str, Array], x_BTD: Array, placement: Placement, gate: Gate = "swiglu") -> Array:
     """Token mixing, the residual and the norm along the positions."""
-    arguments = params["gate_up"], params["down"], x_BTD, RMS_EPSILON, placement
-    fused = tpu_layers.token_block(*arguments) if placement.kernels == "tpu" else token_mixing.fused(*arguments)
-    return rms_norm(x_BTD + token_swiglu(params, x_BTD, placement), axis=1) if fused is None else fused
+    arguments, fused = (params["gate_up"], params["down"], x_BTD, RMS_EPSILON, placement), None
+    if gate == "swiglu":
+        fused = tpu_layers.token_block(*arguments) if placement.kernels == "tpu" else token_mixing.fused(*arguments)
+    return rms_norm(x_BTD + token_swiglu(params, x_BTD, placement, gate), axis=1) if fused is None else fused
 
 
-def mlp_block(params: dict[str, Array], x_BTD: Array, placement: Placement) -> Array:
-    """SwiGLU over the channels, the residual and the norm."""
-    fused = tpu_layers.channel_block(params["gate_up"], params["down"], x_BTD, RMS_EPSILON, placement)
-    return add_and_norm(x_BTD, swiglu(params, x_BTD, placement), placement) if fused is None else fused
+def mlp_block(params: dict[str, Array], x_BTD: Array, placement: Placement, gate: Gate = "swiglu") -> Array:
+    """The MLP over the channels, the residual and the norm."""
+    fused = None
+    if gate == "swiglu":
+        fused = tpu_layers.channel_block(params["gate_up"], params["down"], x_BTD, RMS_EPSILON, placement)
+    return add_and_norm(x_BTD, swiglu(params, x_BTD, placement, gate), placement) if fused is None else fused
 
 
 def rope_tables(num_positions: int, head_dim: int, theta: float) -> tuple[Array, Array]:

@@ -46,7 +46,7 @@ class NoPositions(Config):
 
 
 class MlpMixing(Config):
-    """SwiGLU over the token axis. There are no heads to rotate, so no RoPE."""
+    """The gated MLP over the token axis. There are no heads to rotate, so no RoPE."""
 
     kind: Literal["mlp"] = "mlp"
     positions: Annotated[Learned | NoPositions, Field(discriminator="kind")] = NoPositions()
@@ -76,6 +76,7 @@ class TrmConfig(Config):
     L_cycles: PositiveInt
     expansion: PositiveFloat = 4.0
     mlp_multiple_of: PositiveInt = 256  # inner widths are rounded up to this
+    gate: layers.Gate = "swiglu"  # of the MLPs, over channels and over tokens
     mixing: Annotated[MlpMixing | AttentionMixing, Field(discriminator="kind")]
     puzzle_embedding: Annotated[PuzzleTable | NoPuzzleTable, Field(discriminator="kind")]
     single_z: bool = False  # one state that is answer and scratch at once
@@ -248,8 +249,8 @@ def make_net(
         if isinstance(mixing, AttentionMixing):
             x_BTD = layers.add_and_norm(x_BTD, layers.attention(layer["attention"], x_BTD, rope, fused), fused)
         else:
-            x_BTD = layers.token_block(layer["token_mlp"], x_BTD, fused)
-        return layers.mlp_block(layer["mlp"], x_BTD, fused)
+            x_BTD = layers.token_block(layer["token_mlp"], x_BTD, fused, config.gate)
+        return layers.mlp_block(layer["mlp"], x_BTD, fused, config.gate)
 
     def net(stacked: Params, h_BTD: Array, injection_BTD: Array | None) -> Array:
         x_BTD = h_BTD if injection_BTD is None else h_BTD + injection_BTD
@@ -278,7 +279,8 @@ def make_detached_net(
 ) -> tuple[Callable[[Any, Array, Array | None], Array], dict[str, Any]]:
     """As `make_net` and the weights that go with it, for passes without gradients: one kernel, where there is one."""
     dtype, mixing = jnp.dtype(config.dtype), config.mixing
-    if not config.fused or not tpu_net.suits(weights["L"], num_positions, dtype, placement):
+    has_kernel = config.fused and config.gate == "swiglu"
+    if not has_kernel or not tpu_net.suits(weights["L"], num_positions, dtype, placement):
         return make_net(config, num_positions, placement), weights
     rope = _rope(config, num_positions)
 

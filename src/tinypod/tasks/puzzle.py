@@ -276,6 +276,7 @@ KIND = TaskKind(
 
 def describe(config: PuzzleTaskConfig, model: trm.TrmConfig, info: puzzles.DatasetInfo) -> str:
     changed = {
+        "normalised gate": model.gate == "normalised",
         "single z": model.single_z,
         "separate nets": model.separate_nets,
         "one-step gradient": model.one_step_gradient,

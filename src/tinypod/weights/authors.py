@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tinypod.errors import UserError
-from tinypod.models.trm import Params
+from tinypod.errors import ConfigError, UserError
+from tinypod.models.trm import Params, TrmConfig
 from tinypod.runs.checksums import flatten
 from tinypod.sharding import path_of
 
@@ -41,6 +41,15 @@ _IN_LAYER = {
     "mlp.down": "mlp.down_proj.weight",
 }
 PREFIXES = ("_orig_mod.", "model.", "inner.")
+
+
+def check_model(config: TrmConfig) -> None:
+    """Their code has one gate: with another, the same weights would compute something else there."""
+    if config.gate != "swiglu":
+        raise ConfigError(
+            f"model.gate={config.gate}: the TRM authors' files hold models of model.gate=swiglu alone; with this gate, "
+            "keep the weights in a run's folder, which `tinypod train`, `eval` and `solve` take"
+        )
 
 
 def from_state_dict(state_dict: StateDict, like: Params) -> Params:

@@ -31,6 +31,7 @@ def write_weights(
                 f"--format, --dtype and --base are for language models; a {model.kind} is written as its authors' "
                 "PyTorch file: leave them out"
             )
+        authors.check_model(model)
         authors.write_state_dict(out, authors.to_state_dict(params))
         return ""
     if base is not None and format != "peft":

@@ -78,6 +78,7 @@ def _read(experiment: Experiment, source: str, options: Options) -> Imported:
         if asked := [f"--{name}" for name, given in options._asdict().items() if given and name != "measure"]:
             what = " and ".join(asked).replace("rounding", "round")
             raise ConfigError(f"{what} is for language models; model.kind is {config.model.kind!r}")
+        authors.check_model(config.model)
         theirs = authors.read_state_dict(Path(source))
         return Imported(jax.device_put(authors.from_state_dict(theirs, experiment.abstract_state.params), shardings))
     if options.snap and config.model.low_bit is None:
