@@ -144,7 +144,7 @@ def train_theirs(
         "halt_max_steps": recipe.halt_steps,
         "halt_exploration_prob": 0.1,
         "no_ACT_continue": True,
-        "forward_dtype": "bfloat16",
+        "forward_dtype": "bfloat16" if device == "cuda" else "float32",  # on a CPU only to try it
         "causal": False,
     }
     with torch.device(device):
