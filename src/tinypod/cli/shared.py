@@ -22,7 +22,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(no_args_is_help=True, help="Build, generate and import datasets.")
 weights_app = typer.Typer(no_args_is_help=True, help="PyTorch weights in and out.")
-runs_app = typer.Typer(no_args_is_help=True, help="Look at runs.")
+runs_app = typer.Typer(no_args_is_help=True, help="Look at runs; take one to another machine.")
 cache_app = typer.Typer(no_args_is_help=True, help="Blocks of text, and what a teacher says of them.")
 study_app = typer.Typer(no_args_is_help=True, help="Whole studies: many runs from one short file.")
 app.add_typer(study_app, name="study")
