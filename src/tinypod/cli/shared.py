@@ -135,7 +135,7 @@ Choose = Annotated[
     Literal["vote", "confident", "first"] | None,
     typer.Option(
         help="One answer of all chains: a `vote` weighted by how sure each is (default), that of the most `confident`, "
-        "or of the `first` to stop; then the cost counted ends there."
+        "or of the `first` to stop; then thinking ends there, for a batch once all its puzzles have stopped."
     ),
 ]
 CheckpointOption = Annotated[str, typer.Option("--checkpoint", help="Which one: `best`, `latest` or a step.")]
