@@ -34,7 +34,7 @@ from tinypod.data import puzzles
 from tinypod.experiment import Experiment, ExperimentConfig, build
 from tinypod.health.memory import is_out_of_memory, reuse_freed
 from tinypod.models import trm
-from tinypod.tasks.puzzle_thinking import run_steps
+from tinypod.tasks.puzzle_thinking import ThinkingConfig, make_think
 
 SHAPE = trm.PuzzleShape(seq_len=81, vocab_size=11, num_identifiers=1)
 ROUND_S = 0.5  # what a round lasts at least
@@ -83,7 +83,7 @@ def forward(experiment: Experiment, steps: int = 1) -> tuple[Any, Run]:
     placement = sharding.place(experiment.mesh, experiment.specs)
     tokens = jax.random.randint(jax.random.key(0), (batch, SHAPE.seq_len), 1, SHAPE.vocab_size)
     arguments = experiment.init().params, tokens, jnp.zeros((batch,), jnp.int32)
-    compiled = jax.jit(run_steps, static_argnums=(0, 4, 5)).lower(model, *arguments, steps, placement).compile()
+    compiled = jax.jit(make_think(model, ThinkingConfig(), None, steps, placement)).lower(*arguments).compile()
 
     def run(times: int) -> None:
         for _ in range(times):

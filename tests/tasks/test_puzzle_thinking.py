@@ -1,6 +1,8 @@
 """Views, trajectories and the choice among them, against the same done one chain at a time."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +11,15 @@ import pytest
 from test_puzzle_scores import knowing
 
 from fixtures import BOX, info_4x4, read_split, split_4x4, tiny_config
-from tinypod import experiment
+from tinypod import experiment, sharding
 from tinypod.data import puzzles
 from tinypod.data.views import fixed_views, sudoku_view
 from tinypod.errors import ConfigError
 from tinypod.evaluate import Evaluator
+from tinypod.models import trm
 from tinypod.solve.refine import make_program, refine
-from tinypod.tasks.puzzle_thinking import ThinkingConfig, _choose, make_think, run_steps
+from tinypod.tasks import puzzle_thinking
+from tinypod.tasks.puzzle_thinking import Choice, ThinkingConfig, Thought, choose, make_think, until_stopped
 
 VIEW, STEPS = sudoku_view(BOX, 6), 3
 NOISY = "task.thinking={views: 3, trajectories: 2, noise: 0.7, choose: CHOOSE}"
@@ -71,7 +75,15 @@ def test_the_choice_is_that_of_loops(kind: str, continues: bool) -> None:
     q[..., 0] -= 3
     q[:, :5, :, 0] -= 200  # so unsure that float32 has no probability for it
     thinking = ThinkingConfig(choose=kind)
-    found = jax.device_get(_choose(thinking, jnp.asarray(answers), jnp.asarray(q), continues=continues))
+    answers_NBCS, q_NBC2 = jnp.asarray(answers), jnp.asarray(q)
+
+    def step(z: jax.Array, number: jax.Array):
+        return z, choose(thinking, answers_NBCS[number - 1], q_NBC2[number - 1], continues=continues)
+
+    if kind == "first":
+        found, steps = jax.device_get(until_stopped(step, jnp.int32(0), 5, (30, 3), continues=continues))
+    else:
+        found, steps = jax.device_get(jax.lax.scan(step, jnp.int32(0), jnp.arange(1, 6))[1]), np.full(30, 5)
     lead = q[..., 0] - q[..., 1] if continues else q[..., 0]
     said = found.q[..., 0] - found.q[..., 1] if continues else found.q[..., 0]
     for puzzle in range(30):
@@ -79,9 +91,40 @@ def test_the_choice_is_that_of_loops(kind: str, continues: bool) -> None:
             answer, sure, cost = chosen(kind, answers[:, puzzle], lead[:, puzzle], step)
             assert found.answers[step, puzzle].tolist() == answer
             assert said[step, puzzle] == pytest.approx(sure, abs=1e-4)
-            assert found.cost[puzzle] == cost
+            assert 4 * steps[puzzle] == cost
     if kind == "first":
-        assert len(set(found.cost.tolist())) > 2  # some stop early, some never
+        assert len(set(steps.tolist())) > 2  # some stop early, some never
+
+
+def test_runs_of_a_pack_stop_each_for_itself() -> None:
+    """Two in one program, of which one stops after the first step and one never does."""
+    q = jnp.broadcast_to(jnp.asarray([1.0, -1.0])[:, None, None, None], (2, 4, 3, 2))
+    answers = jnp.arange(2 * 4 * 3 * 5, dtype=jnp.uint8).reshape(2, 4, 3, 5)
+
+    def one(answers_NBS: jax.Array, q_NB2: jax.Array):
+        def step(z: jax.Array, number: jax.Array):
+            return z + 1, Choice(answers_NBS[number - 1], q_NB2[number - 1])
+
+        return until_stopped(step, jnp.int32(0), 4, (3, 5), continues=False)
+
+    found, steps = jax.device_get(jax.jit(jax.vmap(one))(answers, q))
+    assert steps.tolist() == [[1] * 3, [4] * 3]
+    assert np.array_equal(found.answers[0], np.broadcast_to(answers[0, :1], (4, 3, 5)))
+    assert np.array_equal(found.answers[1], answers[1])
+
+
+@pytest.mark.parametrize("kind", ["vote", "confident", "first"])
+def test_of_each_step_one_answer_is_kept(built: experiment.Experiment, kind: str) -> None:
+    """Of all chains, not theirs: memory that more steps take."""
+    puzzles, chains = 64, 8
+    arguments = knowing(built), jnp.zeros((puzzles, 16), jnp.int32), jnp.zeros((puzzles,), jnp.int32)
+
+    def temporary_bytes(steps: int) -> int:
+        think = make_think(built.config.model, ThinkingConfig(views=chains, choose=kind), VIEW, steps)
+        return jax.jit(think).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+
+    more = temporary_bytes(204) - temporary_bytes(4)
+    assert more < 200 * puzzles * 16 * chains / 2  # a byte a cell
 
 
 @pytest.mark.parametrize("kind", ["vote", "confident", "first"])
@@ -91,9 +134,7 @@ def test_views_are_the_puzzle_changed_and_the_answer_changed_back(built: experim
     chains = []
     for tokens, cells in zip(*views, strict=True):
         seen = tokens[inputs][:, cells]
-        answers, q = jax.jit(run_steps, static_argnums=(0, 4))(
-            built.config.model, knowing(built), jnp.asarray(seen), jnp.zeros(len(seen), jnp.int32), STEPS
-        )
+        answers, q, _ = think(built, seen)
         back = np.empty_like(answers)
         back[..., cells] = np.argsort(tokens)[np.asarray(answers)]
         chains.append((back, np.asarray(q[..., 0])))
@@ -158,6 +199,91 @@ def test_eight_devices_are_one_and_every_source_is_scored(data: Path, choose: st
     assert cost.tolist() == ([18] * 13 if choose == "vote" else (6 * first).tolist())
     for x, y in zip(*answers, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+def with_bias(built: experiment.Experiment, bias: float, weight: float = 1.0) -> trm.Params:
+    params = jax.device_get(knowing(built))
+    q_head = {"weight": weight * params["q_head"]["weight"], "bias": np.full((2,), bias, np.float32)}
+    return jax.device_put(params | {"q_head": q_head}, built.state_shardings.params)
+
+
+@pytest.fixture
+def steps_made(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
+    """The numbers of the steps that programs traced from here on have computed since the last call."""
+    numbers: set[int] = set()
+    make_advance = puzzle_thinking.make_advance
+
+    def counted(*arguments):
+        start, advance = make_advance(*arguments)
+
+        def noting(z, number):
+            jax.debug.callback(lambda number: numbers.add(int(number)), number)
+            return advance(z, number)
+
+        return start, noting
+
+    def since_the_last_call() -> list[int]:
+        jax.effects_barrier()
+        found = sorted(numbers)
+        numbers.clear()
+        return found
+
+    monkeypatch.setattr(puzzle_thinking, "make_advance", counted)
+    return since_the_last_call
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("chains", [{}, {"views": 3, "trajectories": 2, "noise": 0.7, "noise_at": "every_step"}])
+def test_what_ends_early_is_what_all_steps_say(data: Path, steps_made, devices: int, chains: dict[str, Any]) -> None:
+    """The most confident chain after each of all the steps, up to the step at which it stops."""
+    built, steps = experiment.build(tiny_config(data), jax.devices()[:devices]), 7
+    placement = sharding.place(built.mesh, built.specs)
+    params = with_bias(built, -7.0 if chains else -2.0)  # so that some puzzles stop early, and some never
+
+    def program(kind: str) -> Any:
+        thinking = ThinkingConfig(choose=kind, **chains)
+        return jax.jit(make_think(built.config.model, thinking, VIEW, steps, placement))
+
+    def compute(program: Any, params: trm.Params, inputs: np.ndarray) -> tuple[Thought, list[int]]:
+        batch = {"inputs": inputs.astype(np.int32), "identifiers": np.zeros(len(inputs), np.int32)}
+        put = sharding.put(batch, sharding.over_batch(built.mesh))
+        return jax.device_get(program(params, put["inputs"], put["identifiers"])), steps_made()
+
+    inputs = split_4x4(64, 3).inputs
+    first, confident = program("first"), program("confident")
+    full, made = compute(confident, params, inputs)
+    assert made == [1, 2, 3, 4, 5, 6, 7]
+    stops = full.q[..., 0] > 0
+    last = np.where(stops.any(axis=0), stops.argmax(axis=0), steps - 1)
+    known = sorted(set(last.tolist()))
+    assert (len(known) > 2, known[-1]) == (True, steps - 1)
+    for latest in known:
+        rows = np.resize(np.flatnonzero(last <= latest), 64)  # of one shape, whatever their number
+        found, made = compute(first, params, inputs[rows])
+        assert made == list(range(1, latest + 2))
+        at = np.minimum(np.arange(steps)[:, None], last[rows][None])
+        assert np.array_equal(found.answers, full.answers[at, rows[None]])
+        np.testing.assert_allclose(found.q, full.q[at, rows[None]], rtol=1e-5, atol=1e-5)
+        assert np.array_equal(found.cost, (last[rows] + 1) * ThinkingConfig(**chains).chains)
+    assert compute(first, with_bias(built, 1.0, weight=0.0), inputs)[1] == [1]
+
+
+def test_evaluation_and_solving_end_when_all_puzzles_have_stopped(data: Path, steps_made) -> None:
+    built = experiment.build(tiny_config(data, "task.thinking.choose=first", "task.halting.max_steps=9"))
+    params, inputs = with_bias(built, 1.0, weight=0.0), read_split(built, "test").inputs
+    evaluator = Evaluator(built.task.open_evaluation(None), built.mesh, built.specs, 16)
+    scores = evaluator(params)
+    assert (scores["cost"], scores["steps"], scores["count"]) == (1, 1, 13)
+    assert steps_made() == [1]
+    grids, halting, cost = refine(make_program(built), params, inputs)
+    assert steps_made() == [1]
+    assert grids.shape == (9, 13, 16)
+    assert (grids == grids[:1]).all()
+    assert (halting > 0.5).all()
+    assert cost.tolist() == [1] * 13
+    every_step = experiment.build(tiny_config(data, "task.halting.max_steps=9"))
+    refine(make_program(every_step), params, inputs)
+    assert steps_made() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
 def test_a_program_has_all_chains_at_once(built: experiment.Experiment, data: Path) -> None:

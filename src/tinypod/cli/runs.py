@@ -89,3 +89,50 @@ def runs_compare(
         return
     console.print(compare.render(found, console.width))
     say(console, f"\ncurves: {drawn}" if drawn else "\nno curves: nothing was logged yet")
+
+
+@runs_app.command("pack")
+def runs_pack(
+    run: RunFolder,
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the pieces go: a new or empty folder.")],
+    checkpoint: Annotated[
+        str, typer.Option("--checkpoint", help="Which one goes with it: `latest`, `best` or a step.")
+    ] = "latest",
+    piece: Annotated[str, typer.Option(help="No file is larger than this.")] = "16MiB",
+) -> None:
+    """Write a run as small files, to take it to another machine: its config, its metrics and one checkpoint, cut into
+    pieces with checksums. `tinypod runs unpack` puts them together there, and `tinypod train` resumes the run.
+
+    Example: `tinypod runs pack runs/sudoku pieces --piece 16MiB`
+    """
+    from tinypod.runs import pieces
+    from tinypod.runs.folder import open_run
+    from tinypod.runs.terminal import say
+
+    packed = pieces.pack(open_run(run), out, console, checkpoint=checkpoint, piece=piece)
+    say(
+        console,
+        f"wrote {len(packed.pieces):,} pieces and {pieces.MANIFEST}. Copy all of {out}, in any order, and put it "
+        f"together with `tinypod runs unpack FOLDER {packed.run}`",
+    )
+
+
+@runs_app.command("unpack")
+def runs_unpack(
+    pieces_folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="With the pieces and manifest.json.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder to make.")],
+) -> None:
+    """Put a packed run together again. Pieces that are missing or damaged are named, and nothing is written until all
+    are there: copy these again, and run the same command.
+
+    Example: `tinypod runs unpack pieces runs/sudoku`
+    """
+    from tinypod.runs import pieces
+    from tinypod.runs.terminal import say
+
+    packed = pieces.unpack(pieces_folder, run, console)
+    say(
+        console,
+        f"{run}: the run {packed.run} as of step {packed.step:,}. Resume it with `tinypod train {run}`, and with "
+        "data.path=FOLDER if its data lies elsewhere on this machine",
+    )

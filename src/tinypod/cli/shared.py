@@ -22,7 +22,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(no_args_is_help=True, help="Build, generate and import datasets.")
 weights_app = typer.Typer(no_args_is_help=True, help="PyTorch weights in and out.")
-runs_app = typer.Typer(no_args_is_help=True, help="Look at runs.")
+runs_app = typer.Typer(no_args_is_help=True, help="Look at runs; take one to another machine.")
 cache_app = typer.Typer(no_args_is_help=True, help="Blocks of text, and what a teacher says of them.")
 study_app = typer.Typer(no_args_is_help=True, help="Whole studies: many runs from one short file.")
 app.add_typer(study_app, name="study")
@@ -135,7 +135,7 @@ Choose = Annotated[
     Literal["vote", "confident", "first"] | None,
     typer.Option(
         help="One answer of all chains: a `vote` weighted by how sure each is (default), that of the most `confident`, "
-        "or of the `first` to stop; then the cost counted ends there."
+        "or of the `first` to stop; then thinking ends there, for a batch once all its puzzles have stopped."
     ),
 ]
 CheckpointOption = Annotated[str, typer.Option("--checkpoint", help="Which one: `best`, `latest` or a step.")]

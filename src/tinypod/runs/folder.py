@@ -145,6 +145,10 @@ class Run:
             return False
         return False
 
+    def small_files(self) -> list[str]:
+        """What a run reads when it resumes, besides its checkpoints: names below the folder."""
+        return self._small_files(NOT_PULLED)
+
     def _small_files(self, without: tuple[str, ...]) -> list[str]:
         names = []
         for top, folders, files in os.walk(self.folder):

@@ -1,5 +1,5 @@
-"""What puzzles are scored with: the accuracies of a batch, and a pass over a split. Every row runs all the steps; the
-last answer is the one that counts. What else is thought, and what that costs: `puzzle_thinking`."""
+"""What puzzles are scored with: the accuracies of a batch, and a pass over a split. The answer
+after the last step is the one that counts. What is thought, and what that costs: `puzzle_thinking`."""
 
 from collections.abc import Callable, Mapping
 

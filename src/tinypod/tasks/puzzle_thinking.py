@@ -5,11 +5,13 @@ larger batch, side by side, so that a batch that is split over devices stays whe
 the puzzle itself, without noise. Views are the same for all puzzles, and noise is drawn from the cells of a puzzle: an
 answer depends neither on the batch that it is computed in nor on the number of devices.
 
+One answer is made of all chains within each step, so that of the steps before only that one is kept.
+
 Shape letters: N steps, B puzzles, C chains, V views, R trajectories, S cells.
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +63,13 @@ class Thought(NamedTuple):
     cost: Array  # float32 [B]: steps of the model, over all chains
 
 
+class Choice(NamedTuple):
+    """One answer of all chains, after a step, or after each with a dim N in front."""
+
+    answers: Array  # tokens uint8 [B, S]
+    q: Array  # float32 [B, 2], as in Thought
+
+
 def stop_logit(q: Array, *, continues: bool) -> Array:
     """Above 0 where the model would stop: of the halting logits [..., 2], the first, or its lead over the second where
     that one was trained, too (task.continue_loss)."""
@@ -80,9 +89,6 @@ def make_think(
     V, R, C = thinking.views, thinking.trajectories, thinking.chains
 
     def think(params: trm.Params, inputs_BS: Array, identifiers_B: Array) -> Thought:
-        if C == 1:
-            answers_NBS, q_NB2 = run_steps(model, params, inputs_BS, identifiers_B, steps, placement)
-            return _choose(thinking, answers_NBS[:, :, None], q_NB2[:, :, None], continues=continues)
         B, S = inputs_BS.shape
         seen_BVS, views = inputs_BS[:, None], None
         if V > 1:
@@ -91,12 +97,20 @@ def make_think(
             seen_BVS = views.apply(inputs_BS)
         noise = make_noise(thinking, inputs_BS) if R > 1 else None
         rows, identifiers = jnp.repeat(seen_BVS, R, axis=1).reshape(B * C, S), jnp.repeat(identifiers_B, C)
-        answers, q = run_steps(model, params, rows, identifiers, steps, placement, noise)
-        answers_NBVRS = answers.reshape(steps, B, V, R, S)
-        if views is not None:
-            answers_NBVRS = views.undo(answers_NBVRS, axis=2)
-        chains = answers_NBVRS.reshape(steps, B, C, S), q.reshape(steps, B, C, 2)
-        return _choose(thinking, *chains, continues=continues)
+        start, advance = make_advance(model, params, rows, identifiers, placement, noise)
+
+        def step(z: State, number: Array) -> tuple[State, Choice]:
+            z, answers, q = advance(z, number)
+            answers_BVRS = answers.reshape(B, V, R, S)
+            if views is not None:
+                answers_BVRS = views.undo(answers_BVRS, axis=1)
+            return z, choose(thinking, answers_BVRS.reshape(B, C, S), q.reshape(B, C, 2), continues=continues)
+
+        if thinking.choose == "first":
+            choices, steps_B = until_stopped(step, start, steps, (B, S), continues=continues)
+        else:
+            choices, steps_B = jax.lax.scan(step, start, jnp.arange(1, steps + 1))[1], jnp.full((B,), steps)
+        return Thought(*choices, C * steps_B.astype(jnp.float32))
 
     return think
 
@@ -129,62 +143,88 @@ def make_noise(thinking: ThinkingConfig, inputs_BS: Array) -> Noise:
     return Noise(add, thinking.noise_at == "every_step")
 
 
-def run_steps(
+def make_advance(
     model: trm.TrmConfig,
     params: trm.Params,
     inputs_BS: Array,
     identifiers_B: Array,
-    steps: int,
     placement: Placement = ANYWHERE,
     noise: Noise | None = None,
-) -> tuple[Array, Array]:
-    """From scratch: the answer (tokens uint8 [steps, B, S]) and the halting logits ([steps, B, 2]) after each step."""
+) -> tuple[State, Callable[[State, Array], tuple[State, Array, Array]]]:
+    """From scratch: the state that these rows begin with, and `(z, step from 1) -> (z, answer [B, S], q [B, 2])`."""
     table = params.get(TABLE)
     rows = None if table is None else table[identifiers_B]
     start = trm.initial_z(model, params, *inputs_BS.shape)
     if noise is not None:
         start = noise.add(start, jnp.int32(0))
 
-    def advance(z: State, step: Array) -> tuple[State, tuple[Array, Array]]:
+    def advance(z: State, step: Array) -> tuple[State, Array, Array]:
         z, logits, q = trm.apply(model, params, z, inputs_BS, rows, placement, gradients=False)
         if noise is not None and noise.every_step:
             z = noise.add(z, step)
-        return z, (jnp.argmax(logits, axis=-1).astype(jnp.uint8), q)
+        return z, jnp.argmax(logits, axis=-1).astype(jnp.uint8), q
 
-    return jax.lax.scan(advance, start, jnp.arange(1, steps + 1))[1]
+    return start, advance
 
 
-def _choose(thinking: ThinkingConfig, answers_NBCS: Array, q_NBC2: Array, *, continues: bool) -> Thought:
-    N, B, C, _ = answers_NBCS.shape
-    lead_NBC = stop_logit(q_NBC2, continues=continues)
-    if thinking.choose == "vote" and C > 1:
-        answers_NBS, chain_NB = _vote(answers_NBCS, lead_NBC)
+def until_stopped(
+    step: Callable[[Any, Array], tuple[Any, Choice]],
+    start: Any,
+    steps: int,
+    shape_BS: tuple[int, int],
+    *,
+    continues: bool,
+) -> tuple[Choice, Array]:
+    """Steps until every puzzle of the batch has stopped, or so many were made. From the step at which one has stopped
+    its answer stays: after each of all the steps, the choice; and how many steps each took."""
+    B, S = shape_BS
+
+    class Done(NamedTuple):
+        steps: Array
+        steps_B: Array  # of each puzzle before it stopped; as many as were made, for those that still think
+        z: Any
+        choices: Choice
+
+    def thinks(done: Done) -> Array:
+        return (done.steps < steps) & jnp.any(done.steps_B == done.steps)
+
+    def make_step(done: Done) -> Done:
+        z, (answers_BS, q_B2) = step(done.z, done.steps + 1)
+        thinks_B = (done.steps_B == done.steps) & ~(stop_logit(q_B2, continues=continues) > 0)
+        answers_NBS, q_NB2 = done.choices
+        choices = Choice(answers_NBS.at[done.steps].set(answers_BS), q_NB2.at[done.steps].set(q_B2))
+        return Done(done.steps + 1, done.steps_B + thinks_B.astype(jnp.int32), z, choices)
+
+    none = Choice(jnp.zeros((steps, B, S), jnp.uint8), jnp.zeros((steps, B, 2), jnp.float32))
+    done = jax.lax.while_loop(thinks, make_step, Done(jnp.int32(0), jnp.zeros((B,), jnp.int32), start, none))
+    last_B = jnp.minimum(done.steps_B, steps - 1)
+    at_NB1 = jnp.minimum(jnp.arange(steps)[:, None], last_B[None])[..., None]
+    return Choice(*(jnp.take_along_axis(x, at_NB1, axis=0) for x in done.choices)), last_B + 1
+
+
+def choose(thinking: ThinkingConfig, answers_BCS: Array, q_BC2: Array, *, continues: bool) -> Choice:
+    """Of the chains after a step."""
+    lead_BC = stop_logit(q_BC2, continues=continues)
+    if thinking.choose == "vote" and answers_BCS.shape[1] > 1:
+        answers_BS, chain_B = _vote(answers_BCS, lead_BC)
     else:
-        chain_NB = jnp.argmax(lead_NBC, axis=2)
-        answers_NBS = _take(answers_NBCS, chain_NB, axis=2)
-    q_NB2 = _take(q_NBC2, chain_NB, axis=2)
-    if thinking.choose != "first":
-        return Thought(answers_NBS, q_NB2, jnp.full((B,), C * N, jnp.float32))
-    # From the step at which one has stopped, its answer stays.
-    stopped_NB = stop_logit(q_NB2, continues=continues) > 0
-    first_B = jnp.where(jnp.any(stopped_NB, axis=0), jnp.argmax(stopped_NB, axis=0), N - 1)
-    at_NB = jnp.minimum(jnp.arange(N)[:, None], first_B[None])
-    answers_NBS, q_NB2 = (jnp.take_along_axis(x, at_NB[..., None], axis=0) for x in (answers_NBS, q_NB2))
-    return Thought(answers_NBS, q_NB2, C * (first_B + 1).astype(jnp.float32))
+        chain_B = jnp.argmax(lead_BC, axis=1)
+        answers_BS = _take(answers_BCS, chain_B, axis=1)
+    return Choice(answers_BS, _take(q_BC2, chain_B, axis=1))
 
 
-def _vote(answers_NBCS: Array, lead_NBC: Array) -> tuple[Array, Array]:
+def _vote(answers_BCS: Array, lead_BC: Array) -> tuple[Array, Array]:
     """Cell by cell, each chain with the weight that its halting logit gives it: the estimate that it is right. And the
     chain that speaks for the outcome: the surest that gave this very answer, or the least sure where none did."""
-    logs_NBC = jax.nn.log_sigmoid(lead_NBC)
-    weights_NBC = jnp.exp(logs_NBC - jnp.max(logs_NBC, axis=2, keepdims=True))  # of chains all unsure, none is 0
+    logs_BC = jax.nn.log_sigmoid(lead_BC)
+    weights_BC = jnp.exp(logs_BC - jnp.max(logs_BC, axis=1, keepdims=True))  # of chains all unsure, none is 0
     # The weight of a chain's own digit in each cell, and the chain that has the most: no need to know all the digits.
-    same_NBCCS = answers_NBCS[:, :, :, None] == answers_NBCS[:, :, None]
-    votes_NBCS = jnp.sum(jnp.where(same_NBCCS, weights_NBC[:, :, None, :, None], 0.0), axis=3)
-    answers_NBS = _take(answers_NBCS, jnp.argmax(votes_NBCS, axis=2), axis=2)
-    gave_NBC = jnp.all(answers_NBCS == answers_NBS[:, :, None], axis=-1)
-    surest = jnp.argmax(jnp.where(gave_NBC, lead_NBC, -jnp.inf), axis=2)
-    return answers_NBS, jnp.where(jnp.any(gave_NBC, axis=2), surest, jnp.argmin(lead_NBC, axis=2))
+    same_BCCS = answers_BCS[:, :, None] == answers_BCS[:, None]
+    votes_BCS = jnp.sum(jnp.where(same_BCCS, weights_BC[:, None, :, None], 0.0), axis=2)
+    answers_BS = _take(answers_BCS, jnp.argmax(votes_BCS, axis=1), axis=1)
+    gave_BC = jnp.all(answers_BCS == answers_BS[:, None], axis=-1)
+    surest_B = jnp.argmax(jnp.where(gave_BC, lead_BC, -jnp.inf), axis=1)
+    return answers_BS, jnp.where(jnp.any(gave_BC, axis=1), surest_B, jnp.argmin(lead_BC, axis=1))
 
 
 def _take(x: Array, index: Array, axis: int) -> Array:
