@@ -8,18 +8,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import Array
 from test_puzzle_scores import knowing
 
 from fixtures import BOX, info_4x4, read_split, split_4x4, tiny_config
 from tinypod import experiment, sharding
-from tinypod.data import puzzles
+from tinypod.data import puzzles, sudoku, sudoku_generator
+from tinypod.data.puzzles import ExpectedPlain
+from tinypod.data.sudoku import FIRST_DIGIT
 from tinypod.data.views import fixed_views, sudoku_view
 from tinypod.errors import ConfigError
 from tinypod.evaluate import Evaluator
 from tinypod.models import trm
 from tinypod.solve.refine import make_program, refine
 from tinypod.tasks import puzzle_thinking
-from tinypod.tasks.puzzle_thinking import Choice, ThinkingConfig, Thought, choose, make_think, until_stopped
+from tinypod.tasks.puzzle import make_thinking
+from tinypod.tasks.puzzle_thinking import (
+    Choice,
+    ThinkingConfig,
+    Thought,
+    choose,
+    make_think,
+    sudoku_rules,
+    until_stopped,
+)
 
 VIEW, STEPS = sudoku_view(BOX, 6), 3
 NOISY = "task.thinking={views: 3, trajectories: 2, noise: 0.7, choose: CHOOSE}"
@@ -78,12 +90,13 @@ def test_the_choice_is_that_of_loops(kind: str, continues: bool) -> None:
     answers_NBCS, q_NBC2 = jnp.asarray(answers), jnp.asarray(q)
 
     def step(z: jax.Array, number: jax.Array):
-        return z, choose(thinking, answers_NBCS[number - 1], q_NBC2[number - 1], continues=continues)
+        return z, *choose(thinking, answers_NBCS[number - 1], q_NBC2[number - 1], continues=continues)
 
     if kind == "first":
-        found, steps = jax.device_get(until_stopped(step, jnp.int32(0), 5, (30, 3), continues=continues))
+        found, steps = jax.device_get(until_stopped(step, jnp.int32(0), 5, (30, 3)))
     else:
-        found, steps = jax.device_get(jax.lax.scan(step, jnp.int32(0), jnp.arange(1, 6))[1]), np.full(30, 5)
+        choices = jax.lax.scan(lambda z, number: step(z, number)[:2], jnp.int32(0), jnp.arange(1, 6))[1]
+        found, steps = jax.device_get(choices), np.full(30, 5)
     lead = q[..., 0] - q[..., 1] if continues else q[..., 0]
     said = found.q[..., 0] - found.q[..., 1] if continues else found.q[..., 0]
     for puzzle in range(30):
@@ -103,9 +116,9 @@ def test_runs_of_a_pack_stop_each_for_itself() -> None:
 
     def one(answers_NBS: jax.Array, q_NB2: jax.Array):
         def step(z: jax.Array, number: jax.Array):
-            return z + 1, Choice(answers_NBS[number - 1], q_NB2[number - 1])
+            return z + 1, Choice(answers_NBS[number - 1], q_NB2[number - 1]), q_NB2[number - 1, :, 0] > 0
 
-        return until_stopped(step, jnp.int32(0), 4, (3, 5), continues=False)
+        return until_stopped(step, jnp.int32(0), 4, (3, 5))
 
     found, steps = jax.device_get(jax.jit(jax.vmap(one))(answers, q))
     assert steps.tolist() == [[1] * 3, [4] * 3]
@@ -286,6 +299,66 @@ def test_evaluation_and_solving_end_when_all_puzzles_have_stopped(data: Path, st
     assert steps_made() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
+@pytest.mark.parametrize("box", [(2, 2), (2, 3), (3, 3)])
+def test_an_answer_is_valid_by_the_rules_and_the_clues(box: tuple[int, int]) -> None:
+    side, random = box[0] * box[1], np.random.default_rng(0)
+    made = sudoku_generator.generate(box, 6, 0)
+    answers = np.repeat(made.answers[:, None], 8, axis=1)  # the answer itself, and seven others
+    for row in answers:
+        for number, grid in enumerate(row[1:]):
+            cells = random.choice(side**2, 2, replace=False)
+            grid[cells] = grid[cells[::-1]] if number % 2 else random.integers(1, side + 1, 2)
+    answers[0, 7] = made.answers[1]  # by the rules, but of another puzzle
+    tokens = sudoku.to_tokens(answers)
+    tokens[1, 7, 3] = FIRST_DIGIT - 1  # a blank
+    found = jax.jit(sudoku_rules(box))(jnp.asarray(tokens), jnp.asarray(sudoku.to_tokens(made.questions), jnp.int32))
+    kept = ((made.questions[:, None] == 0) | (answers == made.questions[:, None])).all(axis=-1)
+    expected = kept & ~sudoku.breaks_rules(answers, box).any(axis=-1) & (tokens >= FIRST_DIGIT).all(axis=-1)
+    assert expected[:, 0].all()
+    assert not expected[0, 7]
+    assert not expected[1, 7]
+    assert (~expected).sum() > 20
+    assert np.array_equal(found, expected)
+
+
+def test_the_first_valid_answer_is_chosen_and_ends_the_thinking(
+    built: experiment.Experiment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two chains in four steps. Three puzzles: solved at once by both, at step 3 by the less sure one, and never."""
+    made = sudoku_generator.generate((2, 2), 3, 0)
+    right, questions = sudoku.to_tokens(made.answers), sudoku.to_tokens(made.questions)
+    answers = np.full((4, 3, 2, 16), FIRST_DIGIT, np.uint8)  # ones everywhere: wrong
+    lead = np.tile(np.array([[[-3.0, -1.0], [2.0, 1.0], [0.5, -0.5]]], np.float32), (4, 1, 1))
+    answers[:, 0] = right[0]
+    answers[2, 1, 1] = right[1]
+    answers[3, 2, 1] = FIRST_DIGIT + 1
+    q = np.stack([lead, lead], axis=-1)
+
+    def make_advance(*_: Any) -> tuple[Array, Any]:
+        def advance(z: Array, step: Array) -> tuple[Array, Array, Array]:
+            return z, jnp.asarray(answers.reshape(4, 6, 16))[step - 1], jnp.asarray(q.reshape(4, 6, 2))[step - 1]
+
+        return jnp.int32(0), advance
+
+    monkeypatch.setattr(puzzle_thinking, "make_advance", make_advance)
+    thinking = ThinkingConfig(trajectories=2, noise=1.0, choose="valid")
+    program = make_think(built.config.model, thinking, None, 4, rules=sudoku_rules((2, 2)))
+    found = jax.jit(program)({}, jnp.asarray(questions, jnp.int32), jnp.zeros(3, jnp.int32))
+    assert np.array_equal(found.answers[-1], [right[0], right[1], answers[3, 2, 0]])
+    assert np.array_equal(found.answers[1, 1], answers[1, 1, 0])
+    assert found.q[-1, :, 0].tolist() == [-1.0, 1.0, 0.5]
+    assert found.cost.tolist() == [2, 6, 8]
+
+
+def test_puzzles_of_unknown_rules_have_no_valid_answers(built: experiment.Experiment) -> None:
+    task = built.config.task.model_copy(update={"thinking": ThinkingConfig(choose="valid")})
+    info = ExpectedPlain(seq_len=16, vocab_size=6).info("train")
+    with pytest.raises(
+        ConfigError, match=r"task\.thinking\.choose=valid: the puzzles are of kind 'plain', whose rules"
+    ):
+        make_thinking(task, built.config.model, info, sharding.ANYWHERE)
+
+
 def test_a_program_has_all_chains_at_once(built: experiment.Experiment, data: Path) -> None:
     """And costs as many times what one does, which plans and speeds go by."""
     more = experiment.build(tiny_config(data, NOISY.replace("CHOOSE", "vote")), jax.devices()[:1])
@@ -300,7 +373,7 @@ def test_a_program_has_all_chains_at_once(built: experiment.Experiment, data: Pa
         ("{trajectories: 4}", r"task\.thinking: trajectories=4 are all the same without noise; set noise"),
         ("{noise: 0.5}", r"task\.thinking: noise=0\.5 is for trajectories after the first; set trajectories"),
         ("{views: 0}", r"task\.thinking\.views: expected greater than 0"),
-        ("{choose: best}", r"task\.thinking\.choose: expected 'vote', 'confident' or 'first'"),
+        ("{choose: best}", r"task\.thinking\.choose: expected 'vote', 'confident', 'first' or 'valid'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(data: Path, settings: str, said: str) -> None:

@@ -40,7 +40,7 @@ from tinypod.tasks.puzzle_schedule import (
     make_at_step,
 )
 from tinypod.tasks.puzzle_scores import ACCURACIES, score
-from tinypod.tasks.puzzle_thinking import TABLE, ThinkingConfig, Thought, make_think, stop_logit
+from tinypod.tasks.puzzle_thinking import TABLE, ThinkingConfig, Thought, make_think, stop_logit, sudoku_rules
 from tinypod.tasks.task import Draw, Evaluation, Task, TaskKind
 
 
@@ -211,8 +211,16 @@ def make_thinking(
             f"task.thinking.views={thinking.views}: the puzzles are of kind {info.kind!r}, whose symmetries are not "
             "known; leave it out, or take several trajectories"
         )
+    rules = None
+    if thinking.choose == "valid":
+        if info.box is None:
+            raise ConfigError(
+                f"task.thinking.choose=valid: the puzzles are of kind {info.kind!r}, whose rules are not known; choose "
+                "vote, confident or first"
+            )
+        rules = sudoku_rules((info.box[0], info.box[1]))
     steps = steps or config.halting.max_steps
-    return make_think(model, thinking, view, steps, placement, continues=config.continue_loss)
+    return make_think(model, thinking, view, steps, placement, continues=config.continue_loss, rules=rules)
 
 
 def make_sampler(data: PuzzleDataConfig, info: puzzles.DatasetInfo) -> Sampler:

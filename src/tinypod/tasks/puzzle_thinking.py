@@ -19,6 +19,7 @@ from jax import Array
 from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
 from tinypod.config import Config
+from tinypod.data.sudoku import FIRST_DIGIT, Box, side_of, unit_cells
 from tinypod.data.views import View, fixed_views
 from tinypod.models import trm
 from tinypod.sharding import ANYWHERE, Placement
@@ -26,6 +27,7 @@ from tinypod.sharding import ANYWHERE, Placement
 TABLE = "puzzle_table"
 
 State = trm.Z | trm.SingleZ
+Rules = Callable[[Array, Array], Array]  # (answers [B, C, S], puzzles [B, S]) -> whether each solves its puzzle [B, C]
 
 
 class ThinkingConfig(Config):
@@ -36,7 +38,7 @@ class ThinkingConfig(Config):
     trajectories: PositiveInt = 1  # of each view: one as trained, and others with noise
     noise: NonNegativeFloat = 0.0
     noise_at: Literal["start", "every_step"] = "start"
-    choose: Literal["vote", "confident", "first"] = "vote"
+    choose: Literal["vote", "confident", "first", "valid"] = "vote"  # valid: what the rules say, not the model
 
     @model_validator(mode="after")
     def _noise_goes_with_trajectories(self) -> "ThinkingConfig":
@@ -84,8 +86,10 @@ def make_think(
     placement: Placement = ANYWHERE,
     *,
     continues: bool = False,
+    rules: Rules | None = None,
 ) -> Callable[[trm.Params, Array, Array], Thought]:
-    """`(params, inputs [B, S], identifiers [B]) -> Thought`. `view`: the symmetries, where there are views."""
+    """`(params, inputs [B, S], identifiers [B]) -> Thought`. `view`: the symmetries, where there are views. `rules`: of
+    the puzzles, where they choose."""
     V, R, C = thinking.views, thinking.trajectories, thinking.chains
 
     def think(params: trm.Params, inputs_BS: Array, identifiers_B: Array) -> Thought:
@@ -99,20 +103,40 @@ def make_think(
         rows, identifiers = jnp.repeat(seen_BVS, R, axis=1).reshape(B * C, S), jnp.repeat(identifiers_B, C)
         start, advance = make_advance(model, params, rows, identifiers, placement, noise)
 
-        def step(z: State, number: Array) -> tuple[State, Choice]:
+        def step(z: State, number: Array) -> tuple[State, Choice, Array]:
             z, answers, q = advance(z, number)
             answers_BVRS = answers.reshape(B, V, R, S)
             if views is not None:
                 answers_BVRS = views.undo(answers_BVRS, axis=1)
-            return z, choose(thinking, answers_BVRS.reshape(B, C, S), q.reshape(B, C, 2), continues=continues)
+            answers_BCS, q_BC2 = answers_BVRS.reshape(B, C, S), q.reshape(B, C, 2)
+            valid_BC = None if rules is None else rules(answers_BCS, inputs_BS)
+            return z, *choose(thinking, answers_BCS, q_BC2, valid_BC, continues=continues)
 
-        if thinking.choose == "first":
-            choices, steps_B = until_stopped(step, start, steps, (B, S), continues=continues)
+        if thinking.choose in ("first", "valid"):
+            choices, steps_B = until_stopped(step, start, steps, (B, S))
         else:
-            choices, steps_B = jax.lax.scan(step, start, jnp.arange(1, steps + 1))[1], jnp.full((B,), steps)
+            numbers = jnp.arange(1, steps + 1)
+            choices = jax.lax.scan(lambda z, number: step(z, number)[:2], start, numbers)[1]
+            steps_B = jnp.full((B,), steps)
         return Thought(*choices, C * steps_B.astype(jnp.float32))
 
     return think
+
+
+def sudoku_rules(box: Box) -> Rules:
+    """An answer that keeps the clues and has each digit once in every row, column and box."""
+    side, cells = side_of(box), jnp.asarray(unit_cells(box).reshape(-1))
+
+    def solves(answers_BCS: Array, puzzles_BS: Array) -> Array:
+        puzzles_B1S, tokens_BCS = puzzles_BS[:, None], answers_BCS.astype(jnp.int32)
+        kept_BC = jnp.all((puzzles_B1S < FIRST_DIGIT) | (tokens_BCS == puzzles_B1S), axis=-1)
+        digits_BCS = tokens_BCS - FIRST_DIGIT
+        # Only with all of them, once each, do so many powers of two add up to this.
+        bits_BCS = jnp.where(digits_BCS < 0, 0, jnp.left_shift(1, jnp.maximum(digits_BCS, 0)))
+        sums = jnp.sum(jnp.take(bits_BCS, cells, axis=-1).reshape(*bits_BCS.shape[:2], -1, side), axis=-1)
+        return kept_BC & jnp.all(sums == 2**side - 1, axis=-1)
+
+    return solves
 
 
 class Noise(NamedTuple):
@@ -168,15 +192,11 @@ def make_advance(
 
 
 def until_stopped(
-    step: Callable[[Any, Array], tuple[Any, Choice]],
-    start: Any,
-    steps: int,
-    shape_BS: tuple[int, int],
-    *,
-    continues: bool,
+    step: Callable[[Any, Array], tuple[Any, Choice, Array]], start: Any, steps: int, shape_BS: tuple[int, int]
 ) -> tuple[Choice, Array]:
-    """Steps until every puzzle of the batch has stopped, or so many were made. From the step at which one has stopped
-    its answer stays: after each of all the steps, the choice; and how many steps each took."""
+    """Steps, each with the puzzles that stop there ([B]), until all of the batch have stopped, or so many were made.
+    From the step at which one has stopped its answer stays: after each of all the steps, the choice; and how many steps
+    each took."""
     B, S = shape_BS
 
     class Done(NamedTuple):
@@ -189,8 +209,8 @@ def until_stopped(
         return (done.steps < steps) & jnp.any(done.steps_B == done.steps)
 
     def make_step(done: Done) -> Done:
-        z, (answers_BS, q_B2) = step(done.z, done.steps + 1)
-        thinks_B = (done.steps_B == done.steps) & ~(stop_logit(q_B2, continues=continues) > 0)
+        z, (answers_BS, q_B2), stops_B = step(done.z, done.steps + 1)
+        thinks_B = (done.steps_B == done.steps) & ~stops_B
         answers_NBS, q_NB2 = done.choices
         choices = Choice(answers_NBS.at[done.steps].set(answers_BS), q_NB2.at[done.steps].set(q_B2))
         return Done(done.steps + 1, done.steps_B + thinks_B.astype(jnp.int32), z, choices)
@@ -202,15 +222,23 @@ def until_stopped(
     return Choice(*(jnp.take_along_axis(x, at_NB1, axis=0) for x in done.choices)), last_B + 1
 
 
-def choose(thinking: ThinkingConfig, answers_BCS: Array, q_BC2: Array, *, continues: bool) -> Choice:
-    """Of the chains after a step."""
+def choose(
+    thinking: ThinkingConfig, answers_BCS: Array, q_BC2: Array, valid_BC: Array | None = None, *, continues: bool
+) -> tuple[Choice, Array]:
+    """Of the chains after a step; and which puzzles have stopped ([B]). `valid`: which answers the rules accept, where
+    they choose."""
     lead_BC = stop_logit(q_BC2, continues=continues)
     if thinking.choose == "vote" and answers_BCS.shape[1] > 1:
         answers_BS, chain_B = _vote(answers_BCS, lead_BC)
     else:
         chain_B = jnp.argmax(lead_BC, axis=1)
+        if valid_BC is not None:
+            surest_B = jnp.argmax(jnp.where(valid_BC, lead_BC, -jnp.inf), axis=1)
+            chain_B = jnp.where(jnp.any(valid_BC, axis=1), surest_B, chain_B)
         answers_BS = _take(answers_BCS, chain_B, axis=1)
-    return Choice(answers_BS, _take(q_BC2, chain_B, axis=1))
+    q_B2 = _take(q_BC2, chain_B, axis=1)
+    stops_B = stop_logit(q_B2, continues=continues) > 0 if valid_BC is None else jnp.any(valid_BC, axis=1)
+    return Choice(answers_BS, q_B2), stops_B
 
 
 def _vote(answers_BCS: Array, lead_BC: Array) -> tuple[Array, Array]:
