@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from fixtures import tiny_config, write_4x4
 from tinypod import cli, training
+from tinypod.runs import release
 from tinypod.runs.folder import Run
 
 EXAMPLES = ["12..34..........", "....12..34......"]
@@ -25,3 +27,13 @@ def export(run: Path, out: Path, *options: str) -> str:
     if done.exception is not None:
         raise done.exception
     return done.output
+
+
+def empty_shelf(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In place of the package's releases; and the process in a folder with nothing in it, as on a fresh clone."""
+    shelf, work = folder / "shelf", folder / "work"
+    shelf.mkdir()
+    work.mkdir()
+    monkeypatch.setattr(release, "RELEASES", shelf)
+    monkeypatch.chdir(work)
+    return shelf

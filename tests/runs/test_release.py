@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import tinypod
 from fixtures import write_4x4
-from releases import EXAMPLES, export, train_run
+from releases import EXAMPLES, empty_shelf, export, train_run
 from tinypod import cli
 from tinypod.cli import shared
 from tinypod.errors import ConfigError, DataError, UserError
@@ -51,13 +51,7 @@ def rounded(run: Path) -> Path:
 
 @pytest.fixture
 def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The package's folder of releases, empty; and a folder to work in."""
-    folder, work = tmp_path / "shelf", tmp_path / "work"
-    folder.mkdir()
-    work.mkdir()
-    monkeypatch.setattr(release, "RELEASES", folder)
-    monkeypatch.chdir(work)
-    return folder
+    return empty_shelf(tmp_path, monkeypatch)
 
 
 def command(*arguments: object) -> str:
