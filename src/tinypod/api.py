@@ -281,17 +281,12 @@ class Model:
         Without a puzzle: the held-out one of that number, or one that is wrong at first and refined; of a release
         without a dataset, its example of that number, or the first. `thinking`: as for `evaluate`.
         """
-        if puzzle is None and (release := self.without_data) is not None:
-            puzzle = examples.example(release, number or 0)
+        if puzzle is None and self.release is not None and not names_data(self._asked[0]):
+            puzzle = examples.example(self.release, number or 0)
         if puzzle is None and number is None:
             refined = self.solve_held_out(**thinking)
             return refined[stops.most_telling(refined)[0]]
         return self._refine(None if puzzle is None else [puzzle], number, thinking)[0]
-
-    @property
-    def without_data(self) -> Release | None:
-        """The release, where no dataset was named to use it with."""
-        return None if names_data(self._asked[0]) else self.release
 
     def solve_held_out(self, limit: int | None = refine.HELD_OUT, **thinking: Unpack[Thinking]) -> list[Answer]:
         """The answers to the first so many held-out puzzles; None: to all."""

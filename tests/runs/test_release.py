@@ -201,7 +201,9 @@ def test_a_file_cut_short_is_refused(rounded: Path, tmp_path: Path) -> None:
             tinypod.load(cut)
 
 
-def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.yaml is a file, and a run is a folder; a release is .*\.safetensors"):
+        command("solve", run / "config.yaml")
     other = tmp_path / "other.safetensors"
     other.write_text("steps: 5\n")
     with pytest.raises(UserError, match=r"other\.safetensors: not a release, or cut short"):

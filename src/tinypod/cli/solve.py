@@ -47,6 +47,7 @@ def solve(
     PUZZLE`; or the name of one that comes with tinypod. Without a puzzle it shows one of its examples.
     """
     from tinypod import api
+    from tinypod.runs.load import names_data
     from tinypod.solve import display, examples, picture, stops
 
     if svg is not None and not svg.parent.is_dir():  # before computing anything
@@ -60,9 +61,9 @@ def solve(
     model = api.Model(run, changes, checkpoint, weights, console)
     if puzzle is not None:
         refinements = model.solve_all(puzzle, **thinking)
-    elif (release := model.without_data) is not None:
-        question = examples.example(release, number or 0)
-        console.print(examples.introduce(release, number or 0), highlight=False, markup=False, soft_wrap=True)
+    elif model.release is not None and not names_data(changes):
+        question = examples.example(model.release, number or 0)
+        console.print(examples.introduce(model.release, number or 0), highlight=False, markup=False, soft_wrap=True)
         refinements = model.solve_all([question], **thinking)
     elif number is not None:
         refinements = [model.solve(number=number, **thinking)]

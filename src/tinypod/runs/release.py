@@ -101,6 +101,8 @@ def open_source(target: str | Path) -> Source:
 
 def open_release(path: Path) -> Release:
     """Reads the metadata alone."""
+    if path.suffix != SUFFIX:
+        raise UserError(f"{path} is a file, and a run is a folder; a release is a file called NAME{SUFFIX}")
     with _opened(path) as file:
         text = (file.metadata() or {}).get(KEY)
     if text is None:
