@@ -4,13 +4,17 @@ Only tinypod is installed there. Its dependencies are those of the tests, reache
 again would test nothing more (`test_dependencies.py` asks that every import is declared)."""
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 from pathlib import Path
 
 import pytest
+
+from releases import EXAMPLES, export, train_run
 
 ROOT = Path(__file__).parents[1]
 SMALL = ("batch_size=16", "model.hidden_size=32", "model.unroll=false", "eval.every_steps=2", "log.tensorboard=false")
@@ -25,10 +29,22 @@ def succeed(*command: object, cwd: Path, env: dict[str, str] | None = None) -> s
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is published, with a release `small` in it."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
+        shutil.copyfile(ROOT / name, folder / name)
+    without = shutil.ignore_patterns("__pycache__")
+    package = shutil.copytree(ROOT / "src", folder / "src", ignore=without) / "tinypod"
+    export(train_run(tmp_path_factory.mktemp("small")), package / "releases" / "small.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the programs of an environment with nothing but the wheel."""
     folder = tmp_path_factory.mktemp("installed")
-    succeed(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", folder, ROOT, cwd=folder)
+    succeed(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", folder, source, cwd=folder)
     [wheel] = folder.glob("tinypod-*.whl")
     venv.create(folder / "env", symlinks=True)
     python = folder / "env" / "bin" / "python"
@@ -80,3 +96,24 @@ def test_the_demo_and_the_recipes_work_without_a_checkout(installed: Path, tmp_p
         refused = subprocess.run([tinypod, "train", name], cwd=tmp_path, env=env, capture_output=True, text=True)
         assert refused.returncode == 2
         assert said in refused.stderr
+
+
+def test_a_shipped_release_solves_a_puzzle_without_a_run(installed: Path, tmp_path: Path) -> None:
+    env, tinypod = as_on_a_users_machine(), installed / "tinypod"
+    shown = succeed(tinypod, "solve", "small", EXAMPLES[0], cwd=tmp_path, env=env)
+    assert "step 3" in shown
+    assert "made up here" in succeed(tinypod, "solve", "small", cwd=tmp_path, env=env)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_archive_of_sources_carries_releases_and_recipes(source: Path, tmp_path: Path) -> None:
+    backend = tmp_path / "backend"
+    succeed(sys.executable, "-m", "pip", "install", "--target", backend, "hatchling>=1.27", cwd=tmp_path)
+    program = f"from hatchling.build import build_sdist; print(build_sdist({str(tmp_path)!r}))"
+    name = succeed(
+        sys.executable, "-c", program, cwd=source, env=os.environ | {"PYTHONPATH": str(backend)}
+    ).splitlines()[-1]
+    with tarfile.open(tmp_path / name) as archive:
+        carried = {member.partition("/")[2] for member in archive.getnames()}
+    assert "src/tinypod/releases/small.safetensors" in carried
+    assert "src/tinypod/configs/demo.yaml" in carried

@@ -33,10 +33,11 @@ from tinypod.planning.planner import Plan, Planner
 from tinypod.planning.prices import read_prices
 from tinypod.planning.search import plan_slice
 from tinypod.runs import metrics
-from tinypod.runs.folder import load_config, open_run, read_config, run_to_train
-from tinypod.runs.load import Loaded, check_overrides, load_weights
+from tinypod.runs.folder import Run, load_config, read_config, run_to_train
+from tinypod.runs.load import Loaded, check_overrides, load_weights, names_data
+from tinypod.runs.release import Release, open_source
 from tinypod.runs.terminal import counting, say
-from tinypod.solve import refine, stops
+from tinypod.solve import examples, refine, stops
 from tinypod.solve.refine import Answer
 
 LOCAL = "local"  # in place of a slice: the device at hand
@@ -139,10 +140,10 @@ def load(
     checkpoint: str | int = "best",
     weights: Literal["ema", "live"] | None = None,
 ) -> "Model":
-    """The model of a run: its folder, or its gs:// URL.
+    """The model of a run (its folder, or its gs:// URL), or of a release (its file, or its name if it is shipped).
 
-    `checkpoint` is "best", "latest" or a step. `weights`: "ema" (averaged) or "live"; default: the config's
-    eval.weights. `overrides` change the config it is used with, such as {"data.path": "data/other"}.
+    `checkpoint` is "best", "latest" or a step; a release has one. `weights`: "ema" (averaged) or "live"; default: the
+    config's eval.weights. `overrides` change the config it is used with, such as {"data.path": "data/other"}.
     """
     return Model(run, _texts(overrides, {}), str(checkpoint), weights, _console())
 
@@ -176,7 +177,7 @@ def plan(
 
 
 class Model:
-    """A run and the weights of one of its checkpoints, which are read when they are first needed.
+    """A run and the weights of one of its checkpoints, which are read when they are first needed; or a release.
 
     `tinypod.load` and `tinypod.train` make it.
     """
@@ -190,41 +191,62 @@ class Model:
         console: Console,
     ) -> None:
         check_overrides(list(overrides))
-        self.run = open_run(run)
-        self.run.pull()
+        self._source = open_source(run)
         self._asked = (list(overrides), checkpoint, weights)
         self._console = console
         self._loaded: dict[tuple[tuple[str, ...], bool], Loaded] = {}  # by overrides, and whether it has its data
         self._programs: dict[tuple[str, ...], refine.Program] = {}
-        self._stored = read_config(self.run)  # what is no run folder is an error now
+        if isinstance(self._source, Release):
+            self._stored = self._source.read_config()
+        else:
+            self._source.pull()
+            self._stored = read_config(self._source)  # what is no run folder is an error now
 
     def __repr__(self) -> str:
-        return f"Model({str(self.run)!r}, checkpoint={self._asked[1]!r})"
+        return f"Model({str(self._source)!r}, checkpoint={self._asked[1]!r})"
+
+    @property
+    def run(self) -> Run:
+        """Where the run is."""
+        if isinstance(self._source, Release):
+            raise UserError(f"{self._source} is a release, and has no run folder; `model.release` has what it says")
+        return self._source
+
+    @property
+    def release(self) -> Release | None:
+        """The file and what it says about itself (`about`), if this is one."""
+        return self._source if isinstance(self._source, Release) else None
 
     @property
     def config(self) -> ExperimentConfig:
         """What it was trained with, with the overrides given to `load`."""
         overrides = self._asked[0]
-        return load_config(str(self.run), overrides) if overrides else self._stored
+        if not overrides:
+            return self._stored
+        release = self.release
+        return release.read_config(overrides) if release else load_config(str(self.run), overrides)
 
     @property
     def metrics(self) -> list[dict[str, float]]:
         """The rows of metrics.jsonl as they are now, for `pandas.DataFrame(model.metrics)`.
 
-        Each has `step`, `time` (Unix seconds) and either `train/...` and `perf/...` or `eval/...`.
+        Each has `step`, `time` (Unix seconds) and either `train/...` and `perf/...` or `eval/...`. A release has one at
+        most, with the scores at its step.
         """
+        if (release := self.release) is not None:
+            return [{"step": release.about.step, **release.about.scores}] if release.about.scores else []
         self.run.fetch(metrics.FILE)
         return metrics.MetricsLog(self.run.folder).read()
 
     @property
     def step(self) -> int:
         """The checkpoint's."""
-        return self.loaded().step
+        return self.release.about.step if self.release else self.loaded().step
 
     @property
     def weights(self) -> str:
         """`ema` or `live`."""
-        return self.loaded().weights
+        return self.release.about.weights if self.release else self.loaded().weights
 
     def loaded(self, *, needs_data: bool = True, **thinking: Unpack[Thinking]) -> Loaded:
         """The experiment and its weights (`params`), for programs that go further. Without `needs_data`, what the run
@@ -232,7 +254,7 @@ class Model:
         changes = _changes(thinking)
         if (changes, needs_data) not in self._loaded:
             overrides, checkpoint, weights = self._asked
-            found = load_weights(self.run, [*overrides, *changes], checkpoint, weights, needs_data=needs_data)
+            found = load_weights(self._source, [*overrides, *changes], checkpoint, weights, needs_data=needs_data)
             self._loaded[changes, needs_data] = self._loaded[changes, False] = found
         return self._loaded[changes, needs_data]
 
@@ -256,9 +278,11 @@ class Model:
     def solve(self, puzzle: str | None = None, *, number: int | None = None, **thinking: Unpack[Thinking]) -> Answer:
         """The answer to a puzzle in characters (`.` blank), refined step by step; a notebook shows it as a picture.
 
-        Without a puzzle: the held-out one of that number, or one that is wrong at first and refined. `thinking`: as for
-        `evaluate`.
+        Without a puzzle: the held-out one of that number, or one that is wrong at first and refined; of a release
+        without a dataset, its example of that number, or the first. `thinking`: as for `evaluate`.
         """
+        if puzzle is None and self.release is not None and not names_data(self._asked[0]):
+            puzzle = examples.example(self.release, number or 0)
         if puzzle is None and number is None:
             refined = self.solve_held_out(**thinking)
             return refined[stops.most_telling(refined)[0]]
@@ -284,7 +308,7 @@ class Model:
         except DataError as error:
             if puzzle is not None:
                 raise
-            hint = f"or give a puzzle, which needs no dataset: `tinypod solve {self.run} PUZZLE`"
+            hint = f"or give a puzzle, which needs no dataset: `tinypod solve {self._source} PUZZLE`"
             raise DataError(f"{error}; {hint}") from None
         changes = _changes(thinking)
         if changes not in self._programs:

@@ -63,10 +63,14 @@ C = TypeVar("C", bound=Config)
 
 def load(path: str | Path, overrides: Sequence[str], schema: type[C]) -> C:
     """Read a config file with its defaults, apply the overrides, validate."""
-    tree = read_tree(locate(path))
+    return complete(read_tree(locate(path)), overrides, schema, str(path))
+
+
+def complete(tree: dict[str, Any], overrides: Sequence[str], schema: type[C], where: str) -> C:
+    """The config of a plain tree and overrides; `where` names the tree in errors."""
     for text in overrides:
         tree = merge(tree, parse_override(text))
-    return validate(resolve(tree, str(path)), schema, str(path))
+    return validate(resolve(tree, where), schema, where)
 
 
 class Origin(NamedTuple):

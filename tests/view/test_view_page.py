@@ -13,24 +13,29 @@ import pytest
 
 import chromium
 from chromium import Browser, Page
+from releases import EXAMPLES, export
 from tinypod.runs.metrics import MetricsLog, make_record
 from viewed_runs import ESCAPES, MARKUP, make_runs
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 300
+RELEASE = "small.safetensors"  # beside the folder of runs
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if why := chromium.why_not():
         pytest.skip(why)
-    return make_runs(tmp_path_factory.mktemp("view"))
+    made = make_runs(tmp_path_factory.mktemp("view"))
+    (made.parent / "examples.txt").write_text(EXAMPLES[0])
+    export(made / "first", made.parent / RELEASE, "--examples", str(made.parent / "examples.txt"))
+    return made
 
 
 @pytest.fixture(scope="module")
 def url(runs: Path) -> Iterator[str]:
     """Of the command, started as a user does and ended with Ctrl-C."""
-    command = [sys.executable, "-m", "tinypod", "view", str(runs), "--port", "0"]
+    command = [sys.executable, "-m", "tinypod", "view", str(runs), str(runs.parent / RELEASE), "--port", "0"]
     # Tests started in the background of a shell script ignore Ctrl-C, and so would what they start.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -168,6 +173,23 @@ def test_a_puzzle_is_pasted_and_an_example_shown(page: Page) -> None:
     page.wait("!document.querySelector('#board-error').hidden")
     assert "again in the same row, column or box" in page.run("document.querySelector('#board-error').textContent")
     page.errors.clear()  # the browser notes the answer 422, which the page has shown
+
+
+def test_a_release_opens_its_board(page: Page, runs: Path) -> None:
+    focus(page, str(runs.parent / RELEASE))
+    page.wait("document.querySelectorAll('#grid .cell').length === 16 && !document.querySelector('#board').hidden")
+    assert page.run("document.querySelector('#tab-health').hidden")
+    assert page.run("document.querySelector('#legend').children.length") == 0
+    assert page.run("[...document.querySelectorAll('#runs input')].at(-1).disabled")
+    assert "release · step" in page.run("[...document.querySelectorAll('#runs .words')].at(-1).textContent")
+    page.click("#example")
+    page.wait(
+        "[...document.querySelectorAll('#grid .cell')].map(c => c.value || '.').join('') === " + repr(EXAMPLES[0])
+    )
+    page.click("#solve")
+    page.wait("document.querySelector('#where').textContent === 'Step 3 of 3'")
+    assert "Checkpoint of step 10." in page.run("document.querySelector('#verdict').textContent")
+    page.wait("document.querySelector('#live').textContent.startsWith('4 runs')")
 
 
 def test_names_stay_text(page: Page, url: str) -> None:

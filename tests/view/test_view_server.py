@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 
 from fixtures import tiny_config
+from releases import EXAMPLES, empty_shelf, export
 from tinypod.data.sudoku import breaks_rules, parse_puzzle
+from tinypod.errors import UserError
 from tinypod.runs.folder import Run
 from tinypod.runs.listing import list_runs
 from tinypod.runs.metrics import MetricsLog, make_record
+from tinypod.view.runs import open_places
 from tinypod.view.server import Server, open_server
 from viewed_runs import ESCAPES, MARKUP, make_runs
 
@@ -252,3 +255,54 @@ def test_the_next_free_port_is_taken(server: Server, runs: Path) -> None:
     port = int(server.server_address[1])
     with open_server([runs], port) as second:
         assert port < second.server_address[1] < port + 20
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return empty_shelf(tmp_path, monkeypatch)
+
+
+def test_a_release_has_a_board_beside_the_runs(server: Server, runs: Path, shelf: Path) -> None:
+    (shelf / "examples.txt").write_text("\n".join(EXAMPLES))
+    export(runs / "first", shelf / "small.safetensors", "--dtype", "float32", "--examples", str(shelf / "examples.txt"))
+    folders, found = open_places([str(runs)])
+    with open_server(folders, 0, found) as both:
+        thread = threading.Thread(target=both.serve_forever)
+        thread.start()
+        try:
+            rows = good(both, "/api/runs")["runs"]
+            assert [row["name"] for row in rows if row["state"] == "release"] == ["small"]
+            row, first = rows[-1], next(row for row in rows if row["name"] == "first")
+            assert row["puzzle"]
+            assert {key: row[key] for key in ("step", "headline", "value")} == {
+                key: first[key] for key in ("step", "headline", "value")
+            }
+            key = row["id"]
+            assert good(both, f"/api/board?run={key}") == good(server, f"/api/board?run={first['id']}")
+            shown = [good(both, f"/api/example?run={key}&number={number}")["puzzle"] for number in (0, 1, 2)]
+            assert shown == [*EXAMPLES, EXAMPLES[0]]  # numbers go round
+            answers = [good(both, "/api/solve", {"run": one, "puzzle": EXAMPLES[0]}) for one in (key, first["id"])]
+            assert answers[0] == answers[1]
+            for path in ("metrics", "health", "differences"):  # a release has none of them
+                assert ask(both, f"/api/{path}?run={key}")[0] == 404
+        finally:
+            both.shutdown()
+            thread.join()
+
+
+def test_where_runs_and_releases_are_looked_for(runs: Path, shelf: Path) -> None:
+    with pytest.raises(UserError, match="runs: no such folder"):
+        open_places([])
+    export(runs / "first", shelf / "small.safetensors")
+    folders, found = open_places([])  # a fresh clone: nothing but what is shipped
+    assert (folders, [str(one) for one in found]) == ([], ["small"])
+    shutil.copyfile(shelf / "small.safetensors", "mine.safetensors")
+    folders, found = open_places([str(runs), "mine.safetensors", "small"])
+    assert (folders, [str(one) for one in found]) == ([runs], ["small", "mine.safetensors"])
+    Path("studies").mkdir()
+    assert open_places([])[0] == [Path("studies")]
+    with pytest.raises(UserError, match=r"other: no such folder.*or a release file"):
+        open_places(["other"])
+    Path("mine.safetensors").write_bytes(b"cut")
+    with pytest.raises(UserError, match=r"mine\.safetensors: not a release, or cut short"):
+        open_places(["mine.safetensors"])

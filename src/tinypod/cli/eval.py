@@ -10,7 +10,7 @@ from tinypod.cli.shared import app, console, errors
 
 @app.command("eval", cls=shared.TakesOverrides)
 def evaluate(
-    run: shared.RunFolder,
+    run: shared.Trained,
     overrides: shared.UseOverrides = None,
     checkpoint: shared.CheckpointOption = "best",
     weights: shared.WeightsOption = None,
@@ -29,7 +29,8 @@ def evaluate(
     Only the weights are read, so any devices will do: a mesh that does not fit them gives way to one that does. Another
     dataset: `tinypod eval RUN data.path=FOLDER`. Another precision: `model.dtype=float32`. More thinking than in
     training: `--halt-steps 64`, `--views 8`, `--trajectories 4 --noise 0.5`, `--choose first`, alone or together; the
-    table has what it costs: the steps of the model for one puzzle.
+    table has what it costs: the steps of the model for one puzzle. RUN may be a release, which comes without a dataset:
+    `tinypod eval FILE.safetensors data.path=FOLDER`.
     """
     import json
 

@@ -61,11 +61,11 @@ def _teach_override(option: str, value: str) -> None:
         )
 
 
-def _complete_paths(incomplete: str) -> list[str]:
-    """Folders and YAML files, as a shell would."""
+def _complete_paths(incomplete: str, suffix: str = ".yaml") -> list[str]:
+    """Folders and files of a kind, as a shell would."""
     found = sorted(glob.glob(f"{incomplete}*"))
     return [
-        f"{path}/" if os.path.isdir(path) else path for path in found if os.path.isdir(path) or path.endswith(".yaml")
+        f"{path}/" if os.path.isdir(path) else path for path in found if os.path.isdir(path) or path.endswith(suffix)
     ]
 
 
@@ -76,8 +76,18 @@ def complete_config(incomplete: str) -> list[str]:
 
 
 def complete_run(incomplete: str) -> list[str]:
+    return _complete_runs(incomplete, ".yaml")
+
+
+def _complete_runs(incomplete: str, suffix: str) -> list[str]:
     runs = [str(path.parent) for path in sorted(Path("runs").glob("*/config.yaml"))]
-    return [path for path in runs if path.startswith(incomplete)] or _complete_paths(incomplete)
+    return [path for path in runs if path.startswith(incomplete)] or _complete_paths(incomplete, suffix)
+
+
+def complete_trained(incomplete: str) -> list[str]:
+    from tinypod.runs.release import SUFFIX, shipped
+
+    return [*(name for name in shipped() if name.startswith(incomplete)), *_complete_runs(incomplete, SUFFIX)]
 
 
 Overrides = Annotated[
@@ -96,6 +106,14 @@ UseOverrides = Annotated[
 ]
 RunFolder = Annotated[
     str, typer.Argument(metavar="RUN", help="A run folder, or its gs:// URL.", autocompletion=complete_run)
+]
+Trained = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="A run folder, or its gs:// URL; a release file, or the name of a release that is shipped.",
+        autocompletion=complete_trained,
+    ),
 ]
 WeightsOption = Annotated[
     Literal["ema", "live"] | None, typer.Option("--weights", help="Which weights; default: the config's eval.weights.")

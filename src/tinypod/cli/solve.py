@@ -13,7 +13,7 @@ from tinypod.errors import UserError
 
 @app.command()
 def solve(
-    run: shared.RunFolder,
+    run: shared.Trained,
     puzzle: Annotated[
         str | None,
         typer.Argument(help="A puzzle in characters (`.` blank), or a file of them, one per line; default: held-out."),
@@ -30,7 +30,10 @@ def solve(
     every: Annotated[int, typer.Option(min=1, help="Show every Nth step.")] = 1,
     number: Annotated[
         int | None,
-        typer.Option(min=0, help="Which held-out puzzle, when none is given; default: one first wrong, then refined."),
+        typer.Option(
+            min=0,
+            help="Which held-out puzzle or example, when none is given; default: one first wrong, then refined.",
+        ),
     ] = None,
     svg: Annotated[
         Path | None, typer.Option(help="Also draw the (first) answer into this SVG file, in one row.")
@@ -39,9 +42,13 @@ def solve(
     """Show an answer being refined step by step, and when the model itself would have stopped.
 
     A puzzle that is given needs nothing but the run folder, on any machine. A held-out one needs the dataset.
+
+    RUN may be a release, a file that `tinypod weights export --format release` wrote: `tinypod solve FILE.safetensors
+    PUZZLE`; or the name of one that comes with tinypod. Without a puzzle it shows one of its examples.
     """
     from tinypod import api
-    from tinypod.solve import display, picture, stops
+    from tinypod.runs.load import names_data
+    from tinypod.solve import display, examples, picture, stops
 
     if svg is not None and not svg.parent.is_dir():  # before computing anything
         raise UserError(f"--svg {svg}: there is no folder {svg.parent}")
@@ -54,6 +61,10 @@ def solve(
     model = api.Model(run, changes, checkpoint, weights, console)
     if puzzle is not None:
         refinements = model.solve_all(puzzle, **thinking)
+    elif model.release is not None and not names_data(changes):
+        question = examples.example(model.release, number or 0)
+        console.print(examples.introduce(model.release, number or 0), highlight=False, markup=False, soft_wrap=True)
+        refinements = model.solve_all([question], **thinking)
     elif number is not None:
         refinements = [model.solve(number=number, **thinking)]
     else:

@@ -7,29 +7,42 @@ import typer
 
 from tinypod.cli import shared
 from tinypod.cli.shared import console, load_config, weights_app
+from tinypod.errors import UserError
 from tinypod.runs.terminal import say
 
 
 @weights_app.command("export")
 def weights_export(
     run: shared.RunFolder,
-    out: Annotated[Path, typer.Argument(help="The PyTorch file to write; of a language model, the folder.")],
+    out: Annotated[
+        Path, typer.Argument(help="The PyTorch or safetensors file to write; of a language model, the folder.")
+    ],
     checkpoint: shared.CheckpointOption = "best",
     weights: shared.WeightsOption = None,
     format: Annotated[
-        Literal["hugging_face", "peft", "packed"] | None,
-        typer.Option(help="Of a language model; default: hugging_face."),
+        Literal["hugging_face", "peft", "packed", "release"] | None,
+        typer.Option(help="`release` of a puzzle run, else the authors'; others of a language model: hugging_face."),
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Of a language model's weights; default: bfloat16, of `packed` float16."),
+        typer.Option(help="Of a release or a language model; default: bfloat16, of `packed` float16."),
     ] = None,
     base: Annotated[
         Path | None,
         typer.Option(help="With `--format peft`: write the weights that the adapters belong to into this folder."),
     ] = None,
+    examples: Annotated[
+        Path | None,
+        typer.Option(
+            help="With `--format release`: a file with 1 to 8 puzzles, one a line, for `tinypod solve` to show."
+        ),
+    ] = None,
 ) -> None:
-    """Write a run's weights for other programs: the TRM authors' state dict, or a language model in one of three forms.
+    """Write a run's weights: a release, the TRM authors' state dict, or a language model in one of three forms.
+
+    `release` is one safetensors file with the evaluation weights, the config and the scores, which `tinypod solve`,
+    `eval` and `view` take as they take a run: `tinypod weights export RUN mine.safetensors --format release`, then
+    `tinypod solve mine.safetensors PUZZLE`.
 
     `hugging_face` has the effective weights: low-bit ones as floats, adapters merged. `peft` has the adapters alone,
     for PEFT's `PeftModel.from_pretrained`. `packed` has low-bit weights as they are, 2 or 4 bits each.
@@ -38,11 +51,19 @@ def weights_export(
     from tinypod.runs.load import load_weights
     from tinypod.weights.exporting import write_weights
     from tinypod.weights.importing import read_origin
+    from tinypod.weights.releasing import release_run
 
+    if base is not None and format != "peft":
+        raise UserError("--base is for --format peft: what the adapters belong to")
+    if examples is not None and format != "release":
+        raise UserError("--examples is for --format release: puzzles that come with the weights")
     opened = open_run(run)
     loaded = load_weights(opened, [], checkpoint, weights, needs_data=False)
-    model, origin = loaded.experiment.config.model, read_origin(opened)
-    note = write_weights(out, model, loaded.params, dtype, format, base, origin)
+    if format == "release":
+        note = release_run(opened, loaded, out, dtype or "bfloat16", examples)
+    else:
+        model, origin = loaded.experiment.config.model, read_origin(opened)
+        note = write_weights(out, model, loaded.params, dtype, format, base, origin)
     say(console, f"wrote {out}: step {loaded.step:,}, {loaded.weights} weights")
     if note:
         say(console, note)

@@ -43,3 +43,14 @@ def generate(box: Box, count: int, seed: int, clues: int | None = None, progress
             progress(len(kept) - before)
     questions, answers, ratings = (np.stack(column) for column in zip(*kept.values(), strict=True))
     return Puzzles(questions, answers, ["generated"] * count, ratings)
+
+
+def make_one(box: Box, number: int, seed: int = 0) -> np.ndarray:
+    """The minimal puzzle of that number, uint8 [S]: always the same one."""
+    if side_of(box) > 12:
+        raise DataError(f"side {side_of(box)}: expected at most 12 to make a puzzle up")
+    while True:
+        questions, _, ratings = generate_batch(box, seed, number, 1)
+        if ratings[0] >= 0:
+            return questions[0]
+        number += 1  # given up on

@@ -1,17 +1,21 @@
-"""The weights of a run, for commands that use a trained model. The rest of the state is not read: the training batch
-and its dtype play no role, and any mesh will do."""
+"""The weights of a run or of a release, for commands that use a trained model. The rest of the state is not read: the
+training batch and its dtype play no role, and any mesh will do."""
 
 import re
 from typing import Any, NamedTuple
 
+import jax
+
 from tinypod import config as configs
 from tinypod import sharding
-from tinypod.errors import CheckpointError, ConfigError, UserError
+from tinypod.errors import CheckpointError, ConfigError, DataError, UserError
 from tinypod.experiment import Experiment, ExperimentConfig, build
 from tinypod.runs.checkpoints import Checkpoints
+from tinypod.runs.checksums import flatten
 from tinypod.runs.description import read_description
 from tinypod.runs.failures import VanishedError
 from tinypod.runs.folder import CONFIG, Run, read_config
+from tinypod.runs.release import Release, Source, read_tensors
 from tinypod.runs.run_log import read_scores
 from tinypod.runs.saver import open_checkpoints
 from tinypod.step import evaluation_params, select_trained
@@ -31,10 +35,14 @@ class Loaded(NamedTuple):
 
 
 def load_weights(
-    run: Run, overrides: list[str], checkpoint: str, weights: str | None = None, *, needs_data: bool = True
+    source: Source, overrides: list[str], checkpoint: str, weights: str | None = None, *, needs_data: bool = True
 ) -> Loaded:
-    """Of the checkpoint `best`, `latest` or a step. `best` is by the score of the same kind of weights; where there is
-    none, it is the latest. Without `needs_data`, what the run remembers of its data is enough."""
+    """Of the checkpoint `best`, `latest` or a step; a release has one. `best` is by the score of the same kind of
+    weights; where there is none, it is the latest. Without `needs_data`, what the run remembers of its data is
+    enough."""
+    if isinstance(source, Release):
+        return _load_release(source, overrides, checkpoint, weights, needs_data=needs_data)
+    run = source
     run.pull()
     config = read_config(run)
     if overrides:
@@ -53,6 +61,53 @@ def load_weights(
                 raise
             checkpoints.reload()
     raise AssertionError
+
+
+def _load_release(
+    release: Release, overrides: list[str], checkpoint: str, weights: str | None, *, needs_data: bool
+) -> Loaded:
+    about, asked = release.about, _asked(overrides)
+    weights = weights or asked.get("eval", {}).get("weights")
+    if checkpoint not in ("best", "latest", str(about.step)):
+        raise UserError(f"--checkpoint {checkpoint}: {release} is a release of step {about.step} alone; leave it out")
+    if weights not in (None, about.weights):
+        raise UserError(f"--weights {weights}: {release} is a release of {about.weights} weights alone; leave it out")
+    if needs_data and not names_data(overrides):
+        raise DataError(
+            f"{release} is a release, and those come without a dataset; give one of such puzzles: data.path=FOLDER"
+        )
+    config = _on_these_devices(release.read_config(overrides), overrides)
+    if sharding.all_devices()[0].platform == "cpu" and "dtype" not in asked.get("model", {}):
+        # Half precision is emulated on CPUs: slower, and no use of the weights asks for it.
+        config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
+    experiment = build(config, dataset=None if needs_data else about.dataset)
+    return Loaded(experiment, _place(release, experiment), about.step, about.weights)
+
+
+def names_data(overrides: list[str]) -> bool:
+    """Whether they say where a dataset is."""
+    return "path" in _asked(overrides).get("data", {})
+
+
+def _place(release: Release, experiment: Experiment) -> Any:
+    """A release's tensors as the parameters of an experiment; every name and shape must match."""
+    found, wanted = read_tensors(release), flatten(experiment.abstract_params)
+    wrong = [f"missing from the file: {name}" for name in wanted if name not in found]
+    wrong += [f"in the file, but not in this model: {name}" for name in found if name not in wanted]
+    wrong += [
+        f"{name}: the file has {found[name].shape}, the config and its dataset {leaf.shape}"
+        for name, leaf in wanted.items()
+        if name in found and found[name].shape != leaf.shape
+    ]
+    if wrong:
+        lines = "".join(f"\n  {line}" for line in wrong)
+        raise CheckpointError(
+            f"{release.path}: not the weights of this model; give a dataset (data.path) of puzzles like those that it "
+            f"was trained on, or export the release again:{lines}"
+        )
+    values = [found[name].astype(leaf.dtype) for name, leaf in wanted.items()]
+    tree = jax.tree.unflatten(jax.tree.structure(experiment.abstract_params), values)
+    return sharding.put(tree, experiment.state_shardings.params)
 
 
 def check_overrides(overrides: list[str]) -> None:
@@ -86,12 +141,17 @@ def _on_these_devices(config: ExperimentConfig, overrides: list[str]) -> Experim
         sharding.make_mesh(config.mesh, devices)
         return config
     except ConfigError:
-        asked: dict[str, Any] = {}
-        for text in overrides:
-            asked = configs.merge(asked, configs.parse_override(text))
-        layout = {"slices": sharding.num_slices(devices)} | asked.get("mesh", {})
+        layout = {"slices": sharding.num_slices(devices)} | _asked(overrides).get("mesh", {})
         plain = configs.validate(layout, sharding.MeshConfig, "mesh")
         return config.model_copy(update={"mesh": plain})
+
+
+def _asked(overrides: list[str]) -> dict[str, Any]:
+    """The overrides as a tree."""
+    asked: dict[str, Any] = {}
+    for text in overrides:
+        asked = configs.merge(asked, configs.parse_override(text))
+    return asked
 
 
 def pick_step(checkpoints: Checkpoints, wanted: str, run: Run) -> int:

@@ -20,10 +20,12 @@ from tinypod.runs import listing, status, storage
 from tinypod.runs.description import Description
 from tinypod.runs.folder import CHECKPOINTS, CONFIG, HEALTH, Run
 from tinypod.runs.metrics import FILE as METRICS
+from tinypod.runs.release import Release, open_release, shipped
 
 MAX_DEPTH = 4  # folders below the one named: studies/NAME/runs/RUN
 MAX_RUNS = 500
 CURVES = ("train/loss", "train/learning_rate", "perf/examples_per_s")  # and the metric that decides the best checkpoint
+RELEASE = "release"  # in place of a run's state
 NOT_FINITE = ("nan", "inf", "-inf")  # as they stand in metrics.jsonl
 
 
@@ -69,21 +71,27 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 class Runs:
-    """The runs below some folders, and what was read of them so far."""
+    """The runs below some folders, and what was read of them so far; and releases, which have a board alone."""
 
-    def __init__(self, folders: list[Path]) -> None:
+    def __init__(self, folders: list[Path], releases: list[Release] | None = None) -> None:
         self.folders = folders
+        self._releases = {_id(release.path.resolve()): release for release in releases or []}
         self._lock = threading.Lock()
         self._found: dict[str, tuple[str, Path]] = {}  # name and folder
         self._logs: dict[str, _Log] = {}
         self._configs: dict[Path, tuple[int, dict[str, Any]]] = {}
 
     def listing(self) -> list[dict[str, Any]]:
-        """Looks again for runs; the ones with the latest news first."""
+        """Looks again for runs; the ones with the latest news first, and releases last."""
         with self._lock:
             self._found = dict(_search(self.folders))
             rows = [self._row(key, name, folder) for key, (name, folder) in self._found.items()]
-        return sorted(rows, key=lambda row: (row["age_s"], row["name"]))
+        rows += [_release_row(key, release) for key, release in self._releases.items()]
+        return sorted(rows, key=lambda row: (row["state"] == RELEASE, row["age_s"], row["name"]))
+
+    def source(self, key: str) -> Path:
+        """What has the weights: a run's folder, or a release's file."""
+        return self._releases[key].path if key in self._releases else self.folder(key)
 
     def folder(self, key: str) -> Path:
         with self._lock:
@@ -159,6 +167,26 @@ class Runs:
             return {}
 
 
+def _release_row(key: str, release: Release) -> dict[str, Any]:
+    about = release.about
+    headline = f"eval/{about.headline[0].name}" if about.headline else None
+    return {
+        "id": key,
+        "name": str(release),
+        "state": RELEASE,
+        "step": about.step,
+        "steps": None,
+        "headline": headline,
+        "value": about.scores.get(headline or ""),
+        "age_s": 0.0,
+        "puzzle": True,
+    }
+
+
+def _id(path: Path) -> str:
+    return hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+
+
 def _search(folders: list[Path]) -> Iterator[tuple[str, tuple[str, Path]]]:
     """Ids, and the names and folders of runs. A link that leads out of the folder named is not followed."""
     found = 0
@@ -173,7 +201,7 @@ def _search(folders: list[Path]) -> Iterator[tuple[str, tuple[str, Path]]]:
                     found += 1
                     relative = folder.relative_to(inside)
                     name = inside.name if not relative.parts else str(relative if len(folders) == 1 else top / relative)
-                    yield hashlib.sha256(os.fsencode(folder)).hexdigest()[:16], (name, folder)
+                    yield _id(folder), (name, folder)
             if len(folder.relative_to(inside).parts) >= MAX_DEPTH:
                 below.clear()
             if found >= MAX_RUNS:
@@ -224,11 +252,23 @@ def _changed(folder: Path) -> float:
         return 0.0
 
 
-def open_folders(names: list[str]) -> list[Path]:
-    """Those that a user named."""
-    for name in names:
+def open_places(names: list[str]) -> tuple[list[Path], list[Release]]:
+    """The folders that a user named, and the releases: those shipped, then those named. Without a name, `runs` and
+    `studies`, of which one must be there unless there is a release to show."""
+    known = shipped()
+    releases = {path.resolve(): open_release(path) for path in known.values()}
+    folders = []
+    for name in names or [name for name in ("runs", "studies") if Path(name).is_dir()]:
         if storage.is_remote(name):
             raise UserError(f"{name}: runs in an object store are not shown; `tinypod runs status {name}` looks at one")
-        if not Path(name).is_dir():
-            raise UserError(f"{name}: no such folder. Give the folder that your runs are in, e.g. runs")
-    return [Path(name) for name in names]
+        if Path(name).is_file():
+            releases[Path(name).resolve()] = open_release(Path(name))
+        elif Path(name).is_dir():
+            folders.append(Path(name))
+        elif name not in known:
+            raise UserError(
+                f"{name}: no such folder. Give the folder that your runs are in, e.g. runs, or a release file"
+            )
+    if not folders and not releases:
+        raise UserError("runs: no such folder. Give the folder that your runs are in, or a release file")
+    return folders, list(releases.values())

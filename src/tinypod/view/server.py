@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from tinypod.errors import UserError
+from tinypod.runs.release import Release
 from tinypod.view.runs import Runs, UnknownRunError
 from tinypod.view.solver import Solver
 
@@ -53,8 +54,8 @@ class RefusedError(Exception):
 class Server(ThreadingHTTPServer):
     daemon_threads, block_on_close = True, False  # Ctrl-C does not wait for a browser, nor for a puzzle
 
-    def __init__(self, folders: list[Path], port: int) -> None:
-        self.runs, self.solver = Runs(folders), Solver()
+    def __init__(self, folders: list[Path], port: int, releases: list[Release] | None = None) -> None:
+        self.runs, self.solver = Runs(folders, releases), Solver()
         super().__init__((HOST, port), Handler)
 
     @property
@@ -62,12 +63,12 @@ class Server(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_address[1]}/"
 
 
-def open_server(folders: list[Path], port: int) -> Server:
+def open_server(folders: list[Path], port: int, releases: list[Release] | None = None) -> Server:
     """At this port, or at the next one that is free; 0: at any."""
     last = min(port + PORTS - 1, 65535) if port else 0
     for number in range(port, last + 1):
         try:
-            return Server(folders, number)
+            return Server(folders, number, releases)
         except PermissionError as error:
             raise UserError(f"--port {port}: {error.strerror}; choose one above 1023") from None
         except OSError:
@@ -102,9 +103,9 @@ class Handler(BaseHTTPRequestHandler):
             case "/api/differences":
                 return _json({"rows": runs.differences(query.get("run", []))})
             case "/api/board":
-                return _json(solver.board(runs.folder(run)))
+                return _json(solver.board(runs.source(run)))
             case "/api/example":
-                return _json(solver.example(runs.folder(run), _count(query, "number")))
+                return _json(solver.example(runs.source(run), _count(query, "number")))
         raise RefusedError(HTTPStatus.NOT_FOUND, "there is nothing at this address")
 
     def _post(self, path: str, query: dict[str, list[str]]) -> tuple[bytes, str]:
@@ -114,7 +115,7 @@ class Handler(BaseHTTPRequestHandler):
         run, puzzle = body.get("run"), body.get("puzzle")
         if not isinstance(run, str) or not isinstance(puzzle, str):
             raise RefusedError(HTTPStatus.BAD_REQUEST, 'expected {"run": an id, "puzzle": its characters}')
-        return _json(self.server.solver.solve(self.server.runs.folder(run), puzzle))
+        return _json(self.server.solver.solve(self.server.runs.source(run), puzzle))
 
     def _body(self) -> dict[str, Any]:
         """Of a request that this page itself has sent."""

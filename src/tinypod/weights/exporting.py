@@ -29,13 +29,11 @@ def write_weights(
         if format is not None or dtype is not None or base is not None:
             raise UserError(
                 f"--format, --dtype and --base are for language models; a {model.kind} is written as its authors' "
-                "PyTorch file: leave them out"
+                "PyTorch file: leave them out, or choose --format release"
             )
         authors.check_model(model)
         authors.write_state_dict(out, authors.to_state_dict(params))
         return ""
-    if base is not None and format != "peft":
-        raise UserError("--base is for --format peft: what the adapters belong to")
     if format == "packed":
         if dtype == "bfloat16":
             raise UserError("--dtype bfloat16: --format packed has factors in float16 or float32")

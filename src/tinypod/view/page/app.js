@@ -101,12 +101,13 @@ function drawRuns() {
     const row = rows.get(run.id) || newRow(run)
     row.className = run.id === state.focus ? "focus" : ""
     const box = row.querySelector("input")
+    box.disabled = isRelease(run) // it has no curves
     box.checked = state.chosen.includes(run.id)
     box.style.setProperty("--mark", colorOf(run.id))
     row.querySelector("button").setAttribute("aria-current", run.id === state.focus)
     row.querySelector(".dot").className = `dot ${run.state}`
     const steps = run.steps ? `${run.step.toLocaleString("en")} of ${run.steps.toLocaleString("en")}` : run.step
-    const seen = ["running", "lagging"].includes(run.state) ? "" : `, ${duration(run.age_s)} ago`
+    const seen = ["running", "lagging", "release"].includes(run.state) ? "" : `, ${duration(run.age_s)} ago`
     const value = run.value === null ? "" : ` · ${shown(run.headline, run.value)}`
     const facts = `${STATES[run.state] || run.state}${seen} · step ${steps}${value}`
     if (row.querySelector(".words").textContent !== facts) row.querySelector(".words").textContent = facts
@@ -122,6 +123,14 @@ function drawRuns() {
   none.textContent = state.runs.length ? "No run has that in its name." : "No runs here yet: `tinypod train` makes them."
 }
 
+const isRelease = run => run?.state === "release"
+
+function focusOn(run) {
+  state.focus = run.id
+  if (isRelease(run)) state.tab = "board"
+  else if (!state.chosen.includes(run.id)) choose(run.id, true)
+}
+
 function newRow(run) {
   const box = make("input", {type: "checkbox", "aria-label": `Curves of ${run.name}`, onchange: () => {
     choose(run.id, box.checked)
@@ -129,8 +138,7 @@ function newRow(run) {
     changed()
   }})
   const button = make("button", {type: "button", onclick: () => {
-    state.focus = run.id
-    if (!state.chosen.includes(run.id)) choose(run.id, true)
+    focusOn(run)
     changed()
   }}, make("span", {class: "name", text: run.name}),
   make("span", {class: "facts"}, make("span", {class: "dot"}), make("span", {class: "words"})))
@@ -645,7 +653,7 @@ function draw() {
   byId("hint").hidden = any || !state.runs.length
   byId("content").hidden = !any
   byId("tab-board").hidden = !focused?.puzzle
-  byId("tab-health").hidden = !focused
+  byId("tab-health").hidden = !focused || isRelease(focused)
   const tab = byId(`tab-${state.tab}`).hidden ? "curves" : state.tab
   for (const button of document.querySelectorAll("[role=tab]")) {
     const on = button.dataset.tab === tab
@@ -682,17 +690,15 @@ async function refreshOnce() {
     const found = await ask("/api/runs")
     state.runs = found.runs
     byId("folders").textContent = found.folders.join(", ")
-    if (!state.focus && !state.chosen.length && state.runs.length === 1) {
-      state.focus = state.runs[0].id
-      choose(state.focus, true)
-    }
+    const own = state.runs.filter(run => !isRelease(run)), candidates = own.length ? own : state.runs
+    if (!state.focus && !state.chosen.length && candidates.length === 1) focusOn(candidates[0])
     await Promise.all(state.chosen.filter(runById).map(refreshLog))
     const tab = draw()
     if (tab === "curves") await drawDifferences()
     if (tab === "health") await drawHealth()
     const training = state.runs.filter(run => ["running", "lagging"].includes(run.state)).length
     live.className = ""
-    live.textContent = `${state.runs.length} ${state.runs.length === 1 ? "run" : "runs"}, ${training || "none"} training`
+    live.textContent = `${own.length} ${own.length === 1 ? "run" : "runs"}, ${training || "none"} training`
   } catch (error) {
     live.className = "gone"
     live.textContent = error instanceof TypeError ? "No answer: start `tinypod view` again" : error.message
