@@ -185,6 +185,10 @@ class Experiment:
         """The state of step 0."""
         return self.init_state(self.settings)
 
+    def init_carry(self, params: Any) -> Any:
+        """What a run begins with beside its parameters: every row takes a new example at the next step."""
+        return jax.jit(self.task.init_carry, out_shardings=self.state_shardings.carry)(params)
+
     def put_settings(self, **changes: float) -> step.Settings:
         """The settings on the devices; `changes` to those of the optimizer."""
         changed: dict[str, Any] = self.settings.optimizer | {k: np.float32(v) for k, v in changes.items()}

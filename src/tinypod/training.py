@@ -448,7 +448,7 @@ def _roll_back(
     with health.phase("restoring"):
         checkpoints.set_aside_after(target or 0)  # before the batches are renumbered, should it end in between
         rollbacks.add(bad, target or 0)
-        state = saver.begin().state if target is None else checkpoints.restore(target, experiment.abstract_state)
+        state = saver.begin().state if target is None else saver.state_at(target)
         saver.restored(target or 0)
     target = target or 0
     health.rolled_back(step, target)

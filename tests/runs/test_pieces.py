@@ -2,8 +2,10 @@
 named, and never taken for a run."""
 
 import errno
+import io
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -11,19 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
 import gcs
-from fixtures import tiny_config, write_4x4
+from fixtures import Steps, tiny_config, write_4x4
 from tinypod import cli, experiment, training
+from tinypod.cluster.agreement import Cluster
 from tinypod.errors import CheckpointError, DamagedError, StorageError, UserError
 from tinypod.runs import listing, pieces
 from tinypod.runs.checkpoints import Checkpoints
 from tinypod.runs.checksums import flatten
 from tinypod.runs.folder import Run, open_run
+from tinypod.runs.saver import Saver
+from tinypod.step import TrainState
 
 QUIET = Console(quiet=True)
 EVERY_TEN = ("eval.every_steps=10", "checkpoint.every_steps=10", "checkpoint.keep_last=9")
@@ -84,6 +90,54 @@ def test_twenty_steps_packed_and_twenty_more_elsewhere_are_forty_to_the_bit(
     ]
     assert [row["step"] for row in scores[0]] == [10, 20, 30, 40]
     assert [row["eval/exact_accuracy"] for row in scores[0]] == [row["eval/exact_accuracy"] for row in scores[1]]
+
+
+def test_without_its_carry_every_row_begins_a_new_example(data: Path, run: Path, packed: Path, tmp_path: Path) -> None:
+    """What is left is the same to the bit, and the steps that follow are those of a run that begins so."""
+    out, there = tmp_path / "out", tmp_path / "there"
+    manifest = pieces.pack(Run(run), out, QUIET, piece=SMALL, without_carry=True)
+    assert manifest.size_bytes < pieces.read_manifest(packed).size_bytes
+    assert names(out) == sorted([pieces.MANIFEST, *(piece.name for piece in manifest.pieces)])
+    pieces.unpack(out, there, QUIET)
+    built = experiment.build(tiny_config(data, "steps=40", *EVERY_TEN), jax.devices()[:1])
+    whole = Checkpoints(run / "checkpoints", read_only=True).restore(20, built.abstract_state)
+    told = Console(file=io.StringIO(), width=200)
+    saver = Saver(Run(there), built, Cluster(), told, {})
+    expected = whole._replace(carry=built.init().carry)
+    assert_same(saver.restore(20).state, expected)
+    assert "step 20 was packed without its carry: every row begins a new example" in told.file.getvalue()
+    step, state = Steps(built), expected
+    for _ in range(20):
+        state, _ = step(state)
+    train(data, there, 40)
+    assert_same(Checkpoints(there / "checkpoints", read_only=True).restore(40, built.abstract_state), state)
+    assert "left_out" not in Checkpoints(there / "checkpoints", read_only=True).info(40)
+    with pytest.raises(CheckpointError, match=r"carry\.halted: absent in the checkpoint"):
+        Checkpoints(there / "checkpoints", read_only=True).restore(20, built.abstract_state)
+
+
+def assert_same(found: TrainState, expected: TrainState) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for (name, new), old in zip(flatten(found).items(), flatten(expected).values(), strict=True):
+        assert np.asarray(new).tobytes() == np.asarray(old).tobytes(), name
+
+
+def test_a_copy_without_carry_that_fails_leaves_nothing(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    (out / f"{pieces.COPY}77").mkdir(parents=True)  # of a kill
+    source = Path(shutil.copytree(run, tmp_path / "run"))
+    for path in (source / "checkpoints" / "20" / "state").rglob("*"):
+        if path.is_file() and path.parent.name == "d":
+            path.write_bytes(b"")
+    with pytest.raises(DamagedError, match=r"checkpoints/20"):
+        pieces.pack(Run(source), out, QUIET, without_carry=True)
+    assert names(out) == []
+    ends_at(monkeypatch, 1, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pieces.pack(Run(run), out, QUIET, piece=SMALL, without_carry=True)
+    assert names(out) == []
 
 
 def test_no_file_is_larger_and_all_lie_in_one_folder(run: Path, packed: Path) -> None:
@@ -295,14 +349,18 @@ def test_a_tar_that_leads_out_of_the_run_is_refused(run: Path, tmp_path: Path, m
     assert names(tmp_path / "there") == []
 
 
+@pytest.mark.parametrize("before", ["_make_ready", "_small_files"])
 def test_a_checkpoint_that_is_removed_meanwhile_is_told_apart(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str
 ) -> None:
-    source = Path(shutil.copytree(run, tmp_path / "run"))
-    make_ready = pieces._make_ready
-    monkeypatch.setattr(
-        pieces, "_make_ready", lambda out: (shutil.rmtree(source / "checkpoints" / "20"), make_ready(out))
-    )
+    """Before its files are listed, and before they are read."""
+    source, works = Path(shutil.copytree(run, tmp_path / "run")), getattr(pieces, before)
+
+    def remove_and_work(argument: Any) -> Any:
+        shutil.rmtree(source / "checkpoints" / "20")
+        return works(argument)
+
+    monkeypatch.setattr(pieces, before, remove_and_work)
     with pytest.raises(StorageError, match=r"checkpoints/20: the run removed this checkpoint meanwhile; start again"):
         pieces.pack(Run(source), tmp_path / "out", QUIET)
     assert names(tmp_path / "out") == []
@@ -336,6 +394,8 @@ def test_the_commands_say_what_they_do(run: Path, packed: Path, tmp_path: Path) 
     assert f"in {count} pieces of up to 4.0 KiB" in text
     assert f"wrote {count} pieces and manifest.json" in text
     assert text.index("pieces of up to") < text.index("wrote")
+    smaller = said("pack", run, tmp_path / "smaller", "--piece", "4096", "--without-carry")
+    assert int(re.search(r"wrote (\d+) pieces", smaller)[1]) < count
     text = said("unpack", tmp_path / "out", tmp_path / "there")
     assert f"the run run as of step 20. Resume it with `tinypod train {tmp_path / 'there'}`" in text
 

@@ -1,5 +1,6 @@
 """`tinypod runs`."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -99,6 +100,14 @@ def runs_pack(
         str, typer.Option("--checkpoint", help="Which one goes with it: `latest`, `best` or a step.")
     ] = "latest",
     piece: Annotated[str, typer.Option(help="No file is larger than this.")] = "16MiB",
+    without_carry: Annotated[
+        bool,
+        typer.Option(
+            "--without-carry",
+            help="Leave out what the rows of the batch were thinking, often most of it: when the run resumes they "
+            "begin new examples, so that it is not the same run to the bit.",
+        ),
+    ] = False,
 ) -> None:
     """Write a run as small files, to take it to another machine: its config, its metrics and one checkpoint, cut into
     pieces with checksums. `tinypod runs unpack` puts them together there, and `tinypod train` resumes the run.
@@ -109,7 +118,11 @@ def runs_pack(
     from tinypod.runs.folder import open_run
     from tinypod.runs.terminal import say
 
-    packed = pieces.pack(open_run(run), out, console, checkpoint=checkpoint, piece=piece)
+    if without_carry and "JAX_PLATFORMS" not in os.environ:  # the run itself may have the devices
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")
+    packed = pieces.pack(open_run(run), out, console, checkpoint=checkpoint, piece=piece, without_carry=without_carry)
     say(
         console,
         f"wrote {len(packed.pieces):,} pieces and {pieces.MANIFEST}. Copy all of {out}, in any order, and put it "

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 from jax import Array
+from jax.sharding import SingleDeviceSharding
 
 from tinypod import __version__
 from tinypod.cluster.agreement import Cluster
@@ -29,6 +30,8 @@ from tinypod.runs.failures import CHECKSUMS
 from tinypod.runs.retention import Retention, ScoreOf
 from tinypod.runs.set_aside import Incomplete
 from tinypod.step import TrainState
+
+CARRY, LEFT_OUT = "carry", "left_out"  # a part of the state; where `info` lists those that are not stored
 
 
 class Checkpoints:
@@ -95,9 +98,10 @@ class Checkpoints:
         `about` goes into `info`. A StorageError here or from `wait` leaves the checkpoints as they were, and the next
         save is free to succeed.
         """
-        flat = flatten(state)
+        self._save(int(state.step), flatten(state), about)
+
+    def _save(self, step: int, flat: dict[str, Array], about: dict[str, Any]) -> None:
         flat[CHECKSUMS] = self._checksums(flat)
-        step = int(state.step)
         with storage.translated(self._not_saved):
             manager = self._opened()
             manager.wait_until_finished()
@@ -130,6 +134,19 @@ class Checkpoints:
         self._check_exists(step)
         with self._reading(step) as reader:
             return orbax_manager.read_info(reader, step)
+
+    def copy_without_carry(self, step: int, folder: Path | str) -> None:
+        """Write a checkpoint to another folder without what its rows were thinking; `info` says so (LEFT_OUT)."""
+        self._check_exists(step)
+        with self._reading(step) as reader:
+            stored = orbax_manager.stored_leaves(reader, step)
+        here = SingleDeviceSharding(jax.local_devices()[0])
+        kept = {name: leaf for name, leaf in stored.items() if name.split(".")[0] not in (CARRY, CHECKSUMS)}
+        wanted = {name: jax.ShapeDtypeStruct(*leaf, sharding=here) for name, leaf in kept.items()}
+        copy = Checkpoints(folder, timeout_s=self._timeout_s)
+        copy._save(step, self._read(step, wanted, whole=False), self.info(step) | {LEFT_OUT: [CARRY]})
+        copy.wait()
+        copy.close()
 
     def set_aside_after(self, step: int) -> list[epath.Path]:
         """Move the checkpoints after a step out of the way, so that the run can resume from it; 0: from its beginning.

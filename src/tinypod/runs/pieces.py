@@ -16,8 +16,9 @@ import os
 import re
 import shutil
 import tarfile
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
@@ -37,6 +38,7 @@ MANIFEST = "manifest.json"
 PIECE = "16MiB"
 SMALLEST_BYTES, LARGEST_BYTES = 1 << 10, 1 << 30  # one piece at a time is held in memory
 CHUNK_BYTES = 1 << 20
+COPY = ".smaller_checkpoint."  # in the folder of the pieces, while they are written
 _BLOCK = tarfile.BLOCKSIZE
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _UNITS |= {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -87,7 +89,15 @@ def parse_size(text: str) -> int:
     return size_bytes
 
 
-def pack(run: Run, out: Path, console: Console, *, checkpoint: str = "latest", piece: str = PIECE) -> Manifest:
+def pack(
+    run: Run,
+    out: Path,
+    console: Console,
+    *,
+    checkpoint: str = "latest",
+    piece: str = PIECE,
+    without_carry: bool = False,
+) -> Manifest:
     """Write a run with one of its checkpoints (`latest`, `best` or a step) as pieces of at most so many bytes."""
     piece_bytes = parse_size(piece)
     if storage.is_remote(out):
@@ -96,11 +106,16 @@ def pack(run: Run, out: Path, console: Console, *, checkpoint: str = "latest", p
     if not (run.folder / CONFIG).is_file():
         raise UserError(f"{run} is not a run folder: it has no {CONFIG}")
     step = _pick_step(run, checkpoint)
-    members = [*_checkpoint_files(run, step), *_small_files(run)]
-    total = sum(_tar_bytes(member) for member in members) + 2 * _BLOCK
-    count = math.ceil(total / piece_bytes)
     with storage.explained(out):
         _make_ready(out)
+    with _checkpoints(run, step, out, without_carry=without_carry) as checkpoints:
+        members = [*_checkpoint_files(checkpoints, step), *_small_files(run)]
+        return _pack(run, step, members, out, piece_bytes, console)
+
+
+def _pack(run: Run, step: int, members: Sequence[Member], out: Path, piece_bytes: int, console: Console) -> Manifest:
+    total = sum(_tar_bytes(member) for member in members) + 2 * _BLOCK
+    count = math.ceil(total / piece_bytes)
     say(console, f"{run}: step {step:,}, {size(total)} in {count:,} pieces of up to {size(piece_bytes)}, to {out}")
     digits = max(3, len(str(count - 1)))
     names = [f"step_{step}.tar.{number:0{digits}d}" for number in range(count)]
@@ -181,9 +196,26 @@ def _best_step(run: Run, steps: Sequence[int]) -> int | None:
     return best[0] if best else None
 
 
-def _checkpoint_files(run: Run, step: int) -> list[Member]:
+@contextmanager
+def _checkpoints(run: Run, step: int, out: Path, *, without_carry: bool) -> Iterator[Path | str]:
+    """The folder to take the checkpoint from: the run's own, or one with a copy that has no carry."""
+    if not without_carry:
+        yield run.checkpoints
+        return
+    from tinypod.runs.checkpoints import Checkpoints  # which waits for JAX
+
+    with storage.explained(out):
+        smaller = Path(tempfile.mkdtemp(prefix=COPY, dir=out))
+    try:
+        Checkpoints(run.checkpoints, read_only=True).copy_without_carry(step, smaller)
+        yield smaller
+    finally:
+        shutil.rmtree(smaller, ignore_errors=True)
+
+
+def _checkpoint_files(checkpoints: Path | str, step: int) -> list[Member]:
     """They never change; but a run that trains may remove them."""
-    folder = storage.folder(run.checkpoints) / str(step)
+    folder = storage.folder(checkpoints) / str(step)
 
     def gone(error: Exception) -> Exception:
         if isinstance(error, FileNotFoundError):
@@ -206,6 +238,8 @@ def _checkpoint_files(run: Run, step: int) -> list[Member]:
         else:
             local = Path(folder)
             names = [path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file()]
+        if not names:
+            raise FileNotFoundError(folder)
         return [
             Member(f"{CHECKPOINTS}/{step}/{name}", int((folder / name).stat().length), reader(folder / name))
             for name in sorted(names)
@@ -280,7 +314,9 @@ def _make_ready(out: Path) -> None:
 
 def _remove_pieces(out: Path) -> None:
     for path in out.iterdir() if out.is_dir() else ():
-        if _OF_A_PACK.fullmatch(path.name):
+        if path.name.startswith(COPY):
+            shutil.rmtree(path)
+        elif _OF_A_PACK.fullmatch(path.name):
             path.unlink(missing_ok=True)
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from tinypod.cluster.agreement import Cluster
 from tinypod.errors import CheckpointError, ConfigError, DamagedError, StorageError
 from tinypod.experiment import Experiment
-from tinypod.runs.checkpoints import Checkpoints
+from tinypod.runs.checkpoints import CARRY, LEFT_OUT, Checkpoints
 from tinypod.runs.folder import IMPORTED, Run
 from tinypod.runs.set_aside import SET_ASIDE
 from tinypod.runs.terminal import say, warn
@@ -91,7 +91,7 @@ class Saver:
     def restore(self, step: int, *, set_newer_aside: bool = False) -> Restored:
         """The state of a step; under a supervisor, a damaged one is set aside for the one before it, or step 0."""
         try:
-            state = self.checkpoints.restore(step, self.experiment.abstract_state)
+            state = self.state_at(step)
         except DamagedError as error:
             if not os.environ.get(SUPERVISED):
                 raise
@@ -109,6 +109,18 @@ class Saver:
             say(self.console, f"set aside {moved}")
         self.restored(step)
         return Restored(state, int(info.get("bad_steps", 0)))
+
+    def state_at(self, step: int) -> TrainState:
+        """As it was saved; a carry that was left out (`runs pack --without-carry`) begins anew."""
+        abstract = self.experiment.abstract_state
+        if CARRY not in self.checkpoints.info(step).get(LEFT_OUT, ()):
+            return self.checkpoints.restore(step, abstract)
+        state: TrainState = self.checkpoints.restore(step, abstract._replace(carry={}))
+        say(
+            self.console,
+            f"the checkpoint of step {step:,} was packed without its carry: every row begins a new example",
+        )
+        return state._replace(carry=self.experiment.init_carry(state.params))
 
     def _restore_without_damaged(self, step: int, error: DamagedError) -> Restored:
         self.checkpoints.set_aside_damaged(step)
