@@ -21,7 +21,8 @@ from typer.testing import CliRunner
 
 import gcs
 from fixtures import Steps, tiny_config, write_4x4
-from tinypod import cli, experiment, training
+from poison import poisoned
+from tinypod import cli, experiment, tasks, training
 from tinypod.cluster.agreement import Cluster
 from tinypod.errors import CheckpointError, DamagedError, StorageError, UserError
 from tinypod.runs import listing, pieces
@@ -120,6 +121,20 @@ def assert_same(found: TrainState, expected: TrainState) -> None:
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for (name, new), old in zip(flatten(found).items(), flatten(expected).values(), strict=True):
         assert np.asarray(new).tobytes() == np.asarray(old).tobytes(), name
+
+
+def test_a_run_rolls_back_to_a_checkpoint_without_carry(
+    data: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces.pack(Run(run), tmp_path / "out", QUIET, without_carry=True)
+    pieces.unpack(tmp_path / "out", tmp_path / "there", QUIET)
+    monkeypatch.setitem(tasks.KINDS, "puzzle", poisoned(tasks.KINDS["puzzle"], {22, 23}))
+    told = Console(file=io.StringIO(), width=200)
+    config = tiny_config(data, "steps=26", *EVERY_TEN, "nonfinite.rollback_after=2", "log.every_steps=1")
+    training.train(config, Run(tmp_path / "there"), told, devices=jax.devices()[:1])
+    assert "to step 20, their 2 batches are left out" in " ".join(told.file.getvalue().split())
+    assert told.file.getvalue().count("packed without its carry") == 2  # at the start, and then
+    assert int(state_at(data, tmp_path / "there", 26)["step"]) == 26
 
 
 def test_a_copy_without_carry_that_fails_leaves_nothing(
