@@ -67,7 +67,7 @@ def _epsilon(gate: Gate) -> float | None:
 
 
 def swiglu(params: dict[str, Array], x_BTD: Array, placement: Placement, gate: Gate = "swiglu") -> Array:
-    fused = gated_product.fused(params["gate_up"], params["down"], x_BTD, placement) if gate == "swiglu" else None
+    fused = gated_product.fused(params["gate_up"], params["down"], x_BTD, placement, _epsilon(gate))
     if fused is None and placement.on_cpu:
         return _swiglu_of_matrices(params, x_BTD, gate)
     return gated_product.plain(params["gate_up"], params["down"], x_BTD, _epsilon(gate)) if fused is None else fused
