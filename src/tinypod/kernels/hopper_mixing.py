@@ -47,21 +47,22 @@ load: Any = mg.load  # of any type: that of jax 0.10 wants an index
 COMPILER = mg.CompilerParams(approx_math=True)  # for tanh, as in token_mixing.py
 
 
-def suits(down_FT: Array, x_BTD: Array) -> bool:
+def suits(down_FT: Array, x_BTD: Array, normalised: bool = False) -> bool:
     """Triton's kernels pad 64 positions or fewer to fewer rows, and have smaller blocks where these are too few to give
     each multiprocessor one."""
     (B, T, D), F = x_BTD.shape, down_FT.shape[0]
     aligned = B * T % 8 == 0 and D % (GROUPS * CHANNELS) == 0 and F % CHANNELS == 0
     enough = F // CHANNELS > FORWARD_SLOTS and _Blocks(B, T, D).total >= MULTIPROCESSORS
-    return LOWERS and x_BTD.dtype == jnp.bfloat16 and 64 < T <= ROWS - 7 and aligned and enough
+    lowers = LOWERS and not normalised
+    return lowers and x_BTD.dtype == jnp.bfloat16 and 64 < T <= ROWS - 7 and aligned and enough
 
 
-def weight_splits(down_FT: Array, x_BTD: Array) -> int | None:
+def weight_splits(down_FT: Array, x_BTD: Array, normalised: bool = False) -> int | None:
     """Among how many thread blocks the examples are shared for each tile of inner units: a multiple of 8, so that each
     has examples of one shift. None where these shapes have no such kernel: half of the multiprocessors would be idle,
     or the sums of so many positions do not fit the registers."""
     (B, T, _), tiles = x_BTD.shape, down_FT.shape[0] // CHANNELS
-    if not suits(down_FT, x_BTD) or _shifted_rows(T) > 104:
+    if not suits(down_FT, x_BTD, normalised) or _shifted_rows(T) > 104:
         return None
     most = MULTIPROCESSORS // tiles
     splits = next((splits for splits in range(most - most % 8, 0, -8) if B % splits == 0), 0)
