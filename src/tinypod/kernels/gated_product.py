@@ -188,11 +188,11 @@ def _through_gate(gate: Array, up: Array, d_inner: Array, along: Array | None = 
     gate32, up32, d32 = gate.astype(jnp.float32), up.astype(jnp.float32), d_inner.astype(jnp.float32)
     sigmoid = _sigmoid(gate32)
     silu = gate32 * sigmoid
-    d_gate, d_up = d32 * up32 * (sigmoid + silu * (1 - sigmoid)), d32 * silu
-    if along is not None:
-        d_product = along * (gate32 * up32)
-        d_gate, d_up = d_gate + d_product * up32, d_up + d_product * gate32
-    return d_gate.astype(gate.dtype), d_up.astype(up.dtype)
+    d_gate = d32 * up32 * (sigmoid + silu * (1 - sigmoid))
+    if along is None:
+        return d_gate.astype(gate.dtype), (d32 * silu).astype(up.dtype)
+    d_product = along * (gate32 * up32)
+    return (d_gate + d_product * up32).astype(gate.dtype), (d32 * silu + d_product * gate32).astype(up.dtype)
 
 
 @partial(jax.jit, static_argnames=("keep", "squares", "interpret"))  # once, however often a step calls it

@@ -257,11 +257,11 @@ def _gradients(
 ) -> tuple[Array, Array, Array]:
     """Of `inner = silu(gate) * up`: inner, d_gate, d_up."""
     silu = gate * sigmoid
-    d_gate, d_up = d_inner * up * (sigmoid + silu * (1 - sigmoid)), d_inner * silu
-    if along is not None:
-        d_product = along * (gate * up)
-        d_gate, d_up = d_gate + d_product * up, d_up + d_product * gate
-    return silu * up, d_gate, d_up
+    inner, d_gate, d_up = silu * up, d_inner * up * (sigmoid + silu * (1 - sigmoid)), d_inner * silu
+    if along is None:
+        return inner, d_gate, d_up
+    d_product = along * (gate * up)
+    return inner, d_gate + d_product * up, d_up + d_product * gate
 
 
 def _triton_backward(
