@@ -583,9 +583,9 @@ def weight_gradients(
                     mg.wgmma(d_inner_IC, weights_s.at[2].transpose((1, 0)), dr_s.at[slot])
                     return gate_IC[...], up_IC[...], d_inner_IC[...]
 
-                wide_IC = pl.run_scoped(widen, TILE, TILE, TILE)
+                gate_IC, up_IC, d_inner_IC = pl.run_scoped(widen, TILE, TILE, TILE)
                 mg.barrier_arrive(tile_free.at[slot])
-                inner_IC, d_gate_IC, d_up_IC = _gradients(*wide_IC, along_IC)
+                inner_IC, d_gate_IC, d_up_IC = _gradients(gate_IC, up_IC, d_inner_IC, along_IC)
 
                 @pl.when(turn > 0)
                 def _() -> None:
