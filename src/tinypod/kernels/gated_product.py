@@ -6,6 +6,10 @@ where a backward pass will want them, gates and ups as well. In that pass the gr
 written: those of gates and ups are made of the product's sums at once. The products with nothing after them are the
 library's.
 
+With the normalised gate, `sigmoid(g) · rms(g · v)` is `s · silu(g) · v`, where s is one number for a row. The same
+kernels serve: the first also writes what a row's s is made of, one sum of (g · v)² for each tile of columns; the rows
+are scaled after the last product; and in the backward pass what a row's gradient owes to s is one number for each row.
+
 Persistent kernels of Mosaic GPU. In each block of threads one warpgroup fetches tiles of both factors into a ring in
 shared memory, and two multiply, 64 rows each.
 
@@ -34,14 +38,17 @@ SNAKE = 8  # tiles of columns that neighbours take before they go on to the next
 REGISTERS, FEW_REGISTERS = 232, 40  # of a thread that multiplies, and of one that fetches
 
 
-def fused(gate_up_D2F: Array, down_FD: Array, x_BTD: Array, placement: Placement) -> Array | None:
-    """None where these devices, or these shapes, have no such kernel."""
+def fused(
+    gate_up_D2F: Array, down_FD: Array, x_BTD: Array, placement: Placement, gate_epsilon: float | None = None
+) -> Array | None:
+    """None where these devices, or these shapes, have no such kernel. With an epsilon, the normalised gate."""
     D, _, F = gate_up_D2F.shape
     if placement.kernels != "hopper" or x_BTD.dtype != jnp.bfloat16 or splits_width(placement):
         return None
     if D % DEPTH or F % COLUMNS:
         return None
-    return by_rows(swiglu, placement, num_weights=2)(gate_up_D2F, down_FD, x_BTD)
+    product = swiglu if gate_epsilon is None else partial(normalised, gate_epsilon=gate_epsilon)
+    return by_rows(product, placement, num_weights=2)(gate_up_D2F, down_FD, x_BTD)
 
 
 def plain(gate_up_D2F: Array, down_FD: Array, x_BTD: Array, gate_epsilon: float | None = None) -> Array:
@@ -74,8 +81,16 @@ def _forward(gate_up_D2F: Array, down_FD: Array, x_BTD: Array) -> tuple[Array, t
 
 def _backward(kept: tuple[Array, ...], dy_BTD: Array) -> tuple[Array, Array, Array]:
     gate_up_D2F, down_FD, x_BTD, inner_MF, gate_up_M2F = kept
-    x_MD, dy_MD = _flat(x_BTD), _flat(dy_BTD)
+    dy_MD = _flat(dy_BTD)
     d_gate_up_M2F = _unless_odd(gated_gradient, _gated_gradient)(down_FD, dy_MD, gate_up_M2F)
+    return _through_products(gate_up_D2F, down_FD, x_BTD, inner_MF, d_gate_up_M2F, dy_MD)
+
+
+def _through_products(
+    gate_up_D2F: Array, down_FD: Array, x_BTD: Array, inner_MF: Array, d_gate_up_M2F: Array, dy_MD: Array
+) -> tuple[Array, Array, Array]:
+    """The gradients of both weights and of x."""
+    x_MD = _flat(x_BTD)
     d_gate_up_MN = d_gate_up_M2F.reshape(x_MD.shape[0], -1)
     dx_MD = d_gate_up_MN @ gate_up_D2F.reshape(x_MD.shape[1], -1).T.astype(x_MD.dtype)
     # In float32, as those of the weights' many uses are added up.
@@ -86,6 +101,45 @@ def _backward(kept: tuple[Array, ...], dy_BTD: Array) -> tuple[Array, Array, Arr
 
 
 swiglu.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def normalised(gate_up_D2F: Array, down_FD: Array, x_BTD: Array, gate_epsilon: float) -> Array:
+    kernel, formula = partial(gated, squares=True), lambda *given: _gated_and_squares(*given)[:2]
+    inner_MF, squares_NM = _unless_odd(kernel, formula)(gate_up_D2F, _flat(x_BTD))
+    return _scaled_product(down_FD, x_BTD, inner_MF, squares_NM, gate_epsilon)[0]
+
+
+def _normalised_forward(
+    gate_up_D2F: Array, down_FD: Array, x_BTD: Array, gate_epsilon: float
+) -> tuple[Array, tuple[Array, ...]]:
+    kernel = partial(gated, keep=True, squares=True)
+    inner_MF, squares_NM, gate_up_M2F = _unless_odd(kernel, _gated_and_squares)(gate_up_D2F, _flat(x_BTD))
+    y_BTD, scale_M = _scaled_product(down_FD, x_BTD, inner_MF, squares_NM, gate_epsilon)
+    return y_BTD, (gate_up_D2F, down_FD, x_BTD, inner_MF, gate_up_M2F, scale_M, y_BTD)
+
+
+def _scaled_product(
+    down_FD: Array, x_BTD: Array, inner_MF: Array, squares_NM: Array, gate_epsilon: float
+) -> tuple[Array, Array]:
+    """y, and the scale of each row."""
+    scale_M = jax.lax.rsqrt(squares_NM.sum(axis=0) / down_FD.shape[0] + gate_epsilon)
+    y_MD = (inner_MF @ down_FD.astype(x_BTD.dtype)).astype(jnp.float32) * scale_M[:, None]
+    return y_MD.astype(x_BTD.dtype).reshape(x_BTD.shape), scale_M
+
+
+def _normalised_backward(gate_epsilon: float, kept: tuple[Array, ...], dy_BTD: Array) -> tuple[Array, Array, Array]:
+    """y is s · (inner · down), and s is (mean((gate · up)²) + epsilon)^-½: the gradient of s, `along` y over s, goes
+    to each gate · up by -s³ / F times itself."""
+    gate_up_D2F, down_FD, x_BTD, inner_MF, gate_up_M2F, scale_M, y_BTD = kept
+    dy_MD, y_MD = _flat(dy_BTD).astype(jnp.float32), _flat(y_BTD).astype(jnp.float32)
+    along_M = jnp.sum(dy_MD * y_MD, axis=1) * jnp.square(scale_M) / -down_FD.shape[0]
+    scaled_MD = (dy_MD * scale_M[:, None]).astype(dy_BTD.dtype)
+    d_gate_up_M2F = _unless_odd(gated_gradient, _gated_gradient)(down_FD, scaled_MD, gate_up_M2F, along_M)
+    return _through_products(gate_up_D2F, down_FD, x_BTD, inner_MF, d_gate_up_M2F, scaled_MD)
+
+
+normalised.defvjp(_normalised_forward, _normalised_backward)
 
 
 def _flat(x_BTD: Array) -> Array:
@@ -110,9 +164,17 @@ def _gated(gate_up_D2F: Array, x_MD: Array) -> tuple[Array, Array]:
     return jax.nn.silu(gate_up_M2F[:, 0]) * gate_up_M2F[:, 1], gate_up_M2F
 
 
-def _gated_gradient(down_FD: Array, dy_MD: Array, gate_up_M2F: Array) -> Array:
+def _gated_and_squares(gate_up_D2F: Array, x_MD: Array) -> tuple[Array, Array, Array]:
+    """The sums of squares are in one part here, [1, M]."""
+    inner_MF, gate_up_M2F = _gated(gate_up_D2F, x_MD)
+    product_MF = gate_up_M2F[:, 0].astype(jnp.float32) * gate_up_M2F[:, 1].astype(jnp.float32)
+    return inner_MF, jnp.sum(jnp.square(product_MF), axis=1)[None], gate_up_M2F
+
+
+def _gated_gradient(down_FD: Array, dy_MD: Array, gate_up_M2F: Array, along_M: Array | None = None) -> Array:
     d_inner_MF = dy_MD @ down_FD.T.astype(dy_MD.dtype)
-    return jnp.stack(_through_gate(gate_up_M2F[:, 0], gate_up_M2F[:, 1], d_inner_MF), axis=1)
+    along_M1 = None if along_M is None else along_M[:, None]
+    return jnp.stack(_through_gate(gate_up_M2F[:, 0], gate_up_M2F[:, 1], d_inner_MF, along_M1), axis=1)
 
 
 def _sigmoid(x: Array) -> Array:
@@ -120,18 +182,23 @@ def _sigmoid(x: Array) -> Array:
     return 0.5 * jnp.tanh(0.5 * x) + 0.5
 
 
-def _through_gate(gate: Array, up: Array, d_inner: Array) -> tuple[Array, Array]:
-    """The gradients of gate and up."""
+def _through_gate(gate: Array, up: Array, d_inner: Array, along: Array | None = None) -> tuple[Array, Array]:
+    """The gradients of gate and up; with the normalised gate, that of gate · up by way of its row's scale is `along`
+    times itself."""
     gate32, up32, d32 = gate.astype(jnp.float32), up.astype(jnp.float32), d_inner.astype(jnp.float32)
     sigmoid = _sigmoid(gate32)
     silu = gate32 * sigmoid
     d_gate = d32 * up32 * (sigmoid + silu * (1 - sigmoid))
-    return d_gate.astype(gate.dtype), (d32 * silu).astype(up.dtype)
+    if along is None:
+        return d_gate.astype(gate.dtype), (d32 * silu).astype(up.dtype)
+    d_product = along * (gate32 * up32)
+    return (d_gate + d_product * up32).astype(gate.dtype), (d32 * silu + d_product * gate32).astype(up.dtype)
 
 
-@partial(jax.jit, static_argnames=("keep", "interpret"))  # once, however often a step calls it
-def gated(gate_up_D2F: Array, x_MD: Array, keep: bool = False, interpret: Any = None) -> Any:
-    """The inner units [M, F]; to keep for the backward pass, gates and ups [M, 2, F], too."""
+@partial(jax.jit, static_argnames=("keep", "squares", "interpret"))  # once, however often a step calls it
+def gated(gate_up_D2F: Array, x_MD: Array, keep: bool = False, squares: bool = False, interpret: Any = None) -> Any:
+    """The inner units [M, F]; with `squares`, each row's sums of (gate · up)² over each tile's columns, float32 [tiles,
+    M], too; to keep for the backward pass, gates and ups [M, 2, F], too."""
     from jax.experimental.pallas import mosaic_gpu as mosaic  # half a second, of which other devices have nothing
 
     (M, D), F, dtype = x_MD.shape, gate_up_D2F.shape[2], x_MD.dtype
@@ -152,31 +219,38 @@ def gated(gate_up_D2F: Array, x_MD: Array, keep: bool = False, interpret: Any = 
             mosaic.copy_smem_to_gmem(slot, out.at[rows, pl.ds(start, CHUNK)])
             written += 1
 
+        if squares:
+            product = sums[:, :COLUMNS] * sums[:, COLUMNS:]
+            outs[1][jax.lax.div(column, jnp.int32(COLUMNS)), rows] = (product * product).sum(axis=1)
         for start in range(0, COLUMNS, CHUNK):
             gate, up = sums[:, start : start + CHUNK], sums[:, COLUMNS + start : COLUMNS + start + CHUNK]
-            inner, *gate_up = outs
-            if gate_up:
-                write(gate, gate_up[0], column + start)
-                write(up, gate_up[0], F + column + start)
-            write(gate * _sigmoid(gate) * up, inner, column + start)
+            if keep:
+                write(gate, outs[-1], column + start)
+                write(up, outs[-1], F + column + start)
+            write(gate * _sigmoid(gate) * up, outs[0], column + start)
 
     found = _product(
         "gated_product",
         [x_MD, in_turn],
-        [(M, F)] + [(M, 2 * F)] * keep,
+        [((M, F), dtype)] + [((F // COLUMNS, M), jnp.float32)] * squares + [((M, 2 * F), dtype)] * keep,
         columns=2 * COLUMNS,
         stages=4,
         finish=finish,
         scratch={"results": _shared(WARPGROUPS, slots, ROWS, CHUNK)},
         interpret=interpret,
     )
-    return (found[0], found[1].reshape(M, 2, F)) if keep else found[0]
+    if keep:
+        found[-1] = found[-1].reshape(M, 2, F)
+    return tuple(found) if keep or squares else found[0]
 
 
 @partial(jax.jit, static_argnames="interpret")
-def gated_gradient(down_FD: Array, dy_MD: Array, gate_up_M2F: Array, interpret: Any = None) -> Array:
-    """Of gates and ups [M, 2, F]. A tile of both becomes its gradients where it is in shared memory. There is no second
-    place for the next one: a longer ring brings more (0.35 ms where two places took 0.49)."""
+def gated_gradient(
+    down_FD: Array, dy_MD: Array, gate_up_M2F: Array, along_M: Array | None = None, interpret: Any = None
+) -> Array:
+    """Of gates and ups [M, 2, F]; with the normalised gate, `along` of each row. A tile of both becomes its gradients
+    where it is in shared memory. There is no second place for the next one: a longer ring brings more (0.35 ms where
+    two places took 0.49)."""
     from jax.experimental.pallas import mosaic_gpu as mosaic
 
     M, _, F = gate_up_M2F.shape
@@ -185,22 +259,22 @@ def gated_gradient(down_FD: Array, dy_MD: Array, gate_up_M2F: Array, interpret: 
     def place(part: int, chunk: int, rows: Any, column: Any) -> tuple[Any, Any]:
         return rows, pl.ds(part * F + column + chunk * CHUNK, CHUNK)
 
-    def fetch(rows: Any, column: Any, gate_up_ref: Any, _: Any, *, kept: Any, kept_full: Any) -> None:
+    def fetch(rows: Any, column: Any, gate_up_ref: Any, *_: Any, kept: Any, kept_full: Any) -> None:
         group = jax.lax.axis_index("group")
         mosaic.wait_smem_to_gmem(0, wait_read_only=True)  # the gradients that were there have left
         for part, chunk in pieces:
             source = gate_up_ref.at[place(part, chunk, rows, column)]
             mosaic.copy_gmem_to_smem(source, kept.at[group, part, chunk], kept_full.at[group])
 
-    def finish(
-        sums: Array, tile: Any, rows: Any, column: Any, _: Any, out_ref: Any, *, kept: Any, kept_full: Any
-    ) -> None:
-        group = jax.lax.axis_index("group")
+    def finish(sums: Array, tile: Any, rows: Any, column: Any, *refs: Any, kept: Any, kept_full: Any) -> None:
+        group, along, out_ref = jax.lax.axis_index("group"), None, refs[-1]
+        if along_M is not None:
+            along = jax.lax.broadcast_in_dim(_load_rows(refs[1].at[rows], interpret), (ROWS, CHUNK), [0])
         mosaic.barrier_wait(kept_full.at[group])
         for chunk in range(COLUMNS // CHUNK):
             gate, up = (kept.at[group, part, chunk] for part in range(2))
             d_inner = sums[:, chunk * CHUNK : (chunk + 1) * CHUNK]
-            gate[...], up[...] = _through_gate(gate[...], up[...], d_inner)
+            gate[...], up[...] = _through_gate(gate[...], up[...], d_inner, along)
         mosaic.commit_smem()
         for part, chunk in pieces:
             target = out_ref.at[place(part, chunk, rows, column)]
@@ -208,8 +282,8 @@ def gated_gradient(down_FD: Array, dy_MD: Array, gate_up_M2F: Array, interpret: 
 
     (found,) = _product(
         "gated_product_gradient",
-        [dy_MD, down_FD.T.astype(dy_MD.dtype), gate_up_M2F.reshape(M, 2 * F)],
-        [(M, 2 * F)],
+        [dy_MD, down_FD.T.astype(dy_MD.dtype), gate_up_M2F.reshape(M, 2 * F), *([] if along_M is None else [along_M])],
+        [((M, 2 * F), dy_MD.dtype)],
         columns=COLUMNS,
         stages=5,
         prepare=fetch,
@@ -223,6 +297,16 @@ def gated_gradient(down_FD: Array, dy_MD: Array, gate_up_M2F: Array, interpret: 
     return found.reshape(M, 2, F)
 
 
+def _load_rows(ref: Any, interpret: Any) -> Array:
+    """One number for each row of a warpgroup's sums, from memory to where those sums are."""
+    from jax.experimental.pallas import mosaic_gpu as mosaic
+
+    if interpret:  # which has no such load
+        return ref[...]
+    load: Any = mosaic.load if jax.__version_info__ >= (0, 11) else partial(mosaic.load, idx=())
+    return load(ref, layout=mosaic.Layout.WGMMA.reduce(1), optimized=False)
+
+
 def _shared(*shape: int) -> Any:
     from jax.experimental.pallas import mosaic_gpu as mosaic
 
@@ -233,7 +317,7 @@ def _shared(*shape: int) -> Any:
 def _product(
     name: str,
     arrays: list[Array],
-    outs: list[tuple[int, int]],
+    outs: list[tuple[tuple[int, int], Any]],
     *,
     columns: int,
     stages: int,
@@ -324,7 +408,7 @@ def _product(
 
     call = mosaic.kernel(
         kernel,
-        out_type=tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in outs),
+        out_type=tuple(jax.ShapeDtypeStruct(*out) for out in outs),
         scratch_types={
             "x_ring": _shared(stages, WARPGROUPS * ROWS, DEPTH),
             "weights_ring": _shared(stages, DEPTH, columns),

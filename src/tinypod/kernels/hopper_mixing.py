@@ -12,6 +12,8 @@ the consumers arrive once they have read them and the fetching warpgroup waits b
 Both sides count the steps over all blocks, so that a step's slot is its number modulo the slots, and each completed
 barrier is awaited, to the last one, before the kernel ends.
 
+The normalised gate adds to them what token_mixing.py says of it. No GPU has run that part yet: see NORMALISED.
+
 Shape letters: B batch, T positions, D width, F inner width; of a window R rows, of which the first N hold any shifted
 example; of a warpgroup's tile C channels and I inner units.
 """
@@ -31,6 +33,9 @@ from jax.experimental.pallas import mosaic_gpu as mg
 from tinypod.kernels.calling import stating_cost
 
 LOWERS = jax.__version_info__ >= (0, 11)  # before, Mosaic GPU does not load what is tiled and transposed
+# Whether they are used with the normalised gate; else Triton's are. To become True when `benchmarks/kernels.py` has
+# shown on a GPU that they are right and faster.
+NORMALISED = False
 MULTIPROCESSORS = 132  # of an H100 or H200; where there are fewer, some blocks wait for the others
 ROWS = 128
 CHANNELS = 64  # of a warpgroup's tile, and as many inner units: a row of 128 bytes, which is the widest swizzle
@@ -47,21 +52,22 @@ load: Any = mg.load  # of any type: that of jax 0.10 wants an index
 COMPILER = mg.CompilerParams(approx_math=True)  # for tanh, as in token_mixing.py
 
 
-def suits(down_FT: Array, x_BTD: Array) -> bool:
+def suits(down_FT: Array, x_BTD: Array, normalised: bool = False) -> bool:
     """Triton's kernels pad 64 positions or fewer to fewer rows, and have smaller blocks where these are too few to give
     each multiprocessor one."""
     (B, T, D), F = x_BTD.shape, down_FT.shape[0]
     aligned = B * T % 8 == 0 and D % (GROUPS * CHANNELS) == 0 and F % CHANNELS == 0
     enough = F // CHANNELS > FORWARD_SLOTS and _Blocks(B, T, D).total >= MULTIPROCESSORS
-    return LOWERS and x_BTD.dtype == jnp.bfloat16 and 64 < T <= ROWS - 7 and aligned and enough
+    lowers = LOWERS and (NORMALISED or not normalised)
+    return lowers and x_BTD.dtype == jnp.bfloat16 and 64 < T <= ROWS - 7 and aligned and enough
 
 
-def weight_splits(down_FT: Array, x_BTD: Array) -> int | None:
+def weight_splits(down_FT: Array, x_BTD: Array, normalised: bool = False) -> int | None:
     """Among how many thread blocks the examples are shared for each tile of inner units: a multiple of 8, so that each
     has examples of one shift. None where these shapes have no such kernel: half of the multiprocessors would be idle,
     or the sums of so many positions do not fit the registers."""
     (B, T, _), tiles = x_BTD.shape, down_FT.shape[0] // CHANNELS
-    if not suits(down_FT, x_BTD) or _shifted_rows(T) > 104:
+    if not suits(down_FT, x_BTD, normalised) or _shifted_rows(T) > 104:
         return None
     most = MULTIPROCESSORS // tiles
     splits = next((splits for splits in range(most - most % 8, 0, -8) if B % splits == 0), 0)
@@ -95,17 +101,26 @@ def _sigmoid(x: Array) -> Array:
     return 0.5 * jnp.tanh(0.5 * x) + 0.5
 
 
-def _gradients(gate: Array, up: Array, d_inner: Array) -> tuple[Array, Array, Array]:
+def _gradients(gate: Array, up: Array, d_inner: Array, along: Array | None = None) -> tuple[Array, Array, Array]:
     """Of `inner = silu(gate) * up`: inner, d_gate, d_up."""
     sigmoid = _sigmoid(gate)
     silu = gate * sigmoid
     d_gate = d_inner * up * (sigmoid + silu * (1 - sigmoid))
-    return (silu * up).astype(jnp.bfloat16), d_gate.astype(jnp.bfloat16), (d_inner * silu).astype(jnp.bfloat16)
+    if along is None:
+        return (silu * up).astype(jnp.bfloat16), d_gate.astype(jnp.bfloat16), (d_inner * silu).astype(jnp.bfloat16)
+    d_product = along * (gate * up)
+    d_gate, d_up = d_gate + d_product * up, d_inner * silu + d_product * gate
+    return (silu * up).astype(jnp.bfloat16), d_gate.astype(jnp.bfloat16), d_up.astype(jnp.bfloat16)
 
 
 def _loaded(ref: Any) -> Array:
     """[rows, C] of shared memory as [C, rows] in registers, as the tensor cores take and give them."""
     return load(ref.transpose((1, 0)), layout=mg.Layout.WGMMA, optimized=False)
+
+
+def _store(ref: Any, values: Array) -> None:
+    """[C, rows] of registers into [rows, C] of shared memory."""
+    ref.transpose((1, 0))[...] = values
 
 
 def _window(example: Any, T: int) -> Any:
@@ -166,7 +181,7 @@ def _smem(*shape: int) -> Any:
 def _write(values_CN: Array, staged: Any, ref: Any, example: Any, channel: Any, T: int) -> None:
     """The rows of the example; staged is not tiled, since they begin at any row."""
     mg.wait_smem_to_gmem(0, wait_read_only=True)
-    staged.transpose((1, 0))[...] = values_CN
+    _store(staged, values_CN)
     mg.commit_smem()
     mg.copy_smem_to_gmem(staged.at[pl.ds(_shift(example, T), T)], ref.at[example, :, pl.ds(channel, CHANNELS)])
 
@@ -200,14 +215,16 @@ def _call(
 
 
 # Compiled once, however often a step calls it: tracing and compiling a kernel takes half a second.
-@partial(jax.jit, static_argnames="epsilon")
-def forward(gate_up_T2F: Array, down_FT: Array, x_BTD: Array, epsilon: float) -> tuple[Array, Array]:
-    """y, and the scale of its norm [B, D]."""
+@partial(jax.jit, static_argnames=("epsilon", "gate_epsilon"))
+def forward(
+    gate_up_T2F: Array, down_FT: Array, x_BTD: Array, epsilon: float, gate_epsilon: float | None = None
+) -> tuple[Array, ...]:
+    """y, and the scale of its norm [B, D]; with the normalised gate, the scale of what was added to x [B, D], too."""
     (B, T, D), F = x_BTD.shape, down_FT.shape[0]
     N, steps, blocks = _shifted_rows(T), F // CHANNELS, _Blocks(B, T, D)
 
     def kernel(
-        x_ref: Any, gate_ref: Any, up_ref: Any, down_ref: Any, y_ref: Any, scale_ref: Any, *,
+        x_ref: Any, gate_ref: Any, up_ref: Any, down_ref: Any, y_ref: Any, scale_ref: Any, *gate_scale_ref: Any,
         x_s: Any, y_s: Any, gate_s: Any, up_s: Any, down_s: Any,
         x_full: Any, x_free: Any, gate_up_full: Any, gate_up_free: Any, down_full: Any, down_free: Any,
     ) -> None:  # fmt: skip
@@ -225,9 +242,8 @@ def forward(gate_up_T2F: Array, down_FT: Array, x_BTD: Array, epsilon: float) ->
                 x_RC = x_s.at[buffer, group]
                 mg.barrier_wait(x_full.at[buffer])
 
-                def add_up(sum_CN: Any) -> Array:
-                    @pl.loop(0, steps)
-                    def _(i: Any) -> None:
+                def add_up(sum_CN: Any) -> Any:
+                    def add(i: Any, squares_C: Any) -> Any:
                         slot, down_slot = _rem(n * steps + i, FORWARD_SLOTS), _rem(n * steps + i, DOWN_SLOTS)
                         mg.barrier_wait(gate_up_full.at[slot])
 
@@ -239,14 +255,28 @@ def forward(gate_up_T2F: Array, down_FT: Array, x_BTD: Array, epsilon: float) ->
                         gate_CI, up_CI = pl.run_scoped(widen, TILE, TILE)
                         mg.barrier_arrive(gate_up_free.at[slot])
                         inner_CI = (gate_CI * _sigmoid(gate_CI) * up_CI).astype(jnp.bfloat16)
+                        if gate_epsilon is not None:
+                            product_CI = gate_CI * up_CI
+                            squares_C += (product_CI * product_CI).sum(axis=1)
                         mg.barrier_wait(down_full.at[down_slot])
                         mg.wgmma(sum_CN, inner_CI, down_s.at[down_slot].transpose((1, 0)))
                         mg.wgmma_wait(0)
                         mg.barrier_arrive(down_free.at[down_slot])
+                        return squares_C
 
-                    return sum_CN[...]
+                    if gate_epsilon is None:
+                        pl.loop(0, steps)(lambda i: add(i, None))
+                        return sum_CN[...]
+                    zeros_C = mg.layout_cast(jnp.zeros(CHANNELS, jnp.float32), mg.Layout.WGMMA.reduce(1))
+                    squares_C = lax.fori_loop(0, steps, add, zeros_C)
+                    return sum_CN[...], squares_C
 
                 sum_CN = pl.run_scoped(add_up, mg.ACC((CHANNELS, N), jnp.float32))
+                if gate_epsilon is not None:
+                    sum_CN, squares_C = sum_CN
+                    gate_scale_C = lax.rsqrt(squares_C * (1 / F) + gate_epsilon)
+                    sum_CN *= _along(gate_scale_C, sum_CN.shape)
+                    gate_scale_ref[0][example, pl.ds(channel, CHANNELS)] = gate_scale_C
                 sum_CN += _loaded(x_RC.at[pl.ds(0, N)]).astype(jnp.float32)
                 sum_CN = jnp.where(_inside(sum_CN.shape, _shift(example, T), T), sum_CN, 0.0)
                 mg.commit_smem()  # before the next x is written over this one
@@ -305,7 +335,7 @@ def forward(gate_up_T2F: Array, down_FT: Array, x_BTD: Array, epsilon: float) ->
     return _call(
         kernel,
         "mosaic_token_mixing",
-        [((B, T, D), jnp.bfloat16), ((B, D), jnp.float32)],
+        [((B, T, D), jnp.bfloat16)] + [((B, D), jnp.float32)] * (1 if gate_epsilon is None else 2),
         {
             "x_s": _smem(2, GROUPS, ROWS, CHANNELS),
             "y_s": mg.SMEM((GROUPS, N, CHANNELS), jnp.bfloat16),
@@ -327,20 +357,27 @@ def forward(gate_up_T2F: Array, down_FT: Array, x_BTD: Array, epsilon: float) ->
 
 @jax.jit
 def backward(
-    gate_up_T2F: Array, down_FT: Array, x_BTD: Array, y_BTD: Array, scale_BD: Array, dy_BTD: Array
-) -> tuple[Array, Array]:
+    gate_up_T2F: Array,
+    down_FT: Array,
+    x_BTD: Array,
+    y_BTD: Array,
+    scale_BD: Array,
+    dy_BTD: Array,
+    *gate_scale_BD: Array,
+) -> tuple[Array, ...]:
     """The gradient of x, and that of the sum before the norm: dr, which takes the place of dy in shared memory. There
-    is no room for a second dy: of the next block only x and y are fetched early, and dy as far as the L2 cache."""
+    is no room for a second dy: of the next block only x and y are fetched early, and dy as far as the L2 cache. With
+    the normalised gate dr is written scaled, and `along` [B, D] follows."""
     (B, T, D), F = x_BTD.shape, down_FT.shape[0]
     N, steps, blocks = _shifted_rows(T), F // CHANNELS, _Blocks(B, T, D)
 
     def kernel(
-        x_ref: Any, y_ref: Any, dy_ref: Any, scale_ref: Any, gate_ref: Any, up_ref: Any, down_ref: Any,
-        dx_ref: Any, dr_ref: Any, *,
+        x_ref: Any, y_ref: Any, dy_ref: Any, scale_ref: Any, gate_ref: Any, up_ref: Any, down_ref: Any, *refs: Any,
         x_s: Any, y_s: Any, dy_s: Any, out_s: Any, gate_s: Any, up_s: Any, down_s: Any,
         x_full: Any, x_free: Any, y_full: Any, y_free: Any, dy_full: Any, dy_free: Any,
         weights_full: Any, weights_free: Any, turn: Any,
     ) -> None:  # fmt: skip
+        gate_scale_ref, dx_ref, dr_ref, along_ref = refs if gate_scale_BD else (None, *refs, None)
         group, count = lax.axis_index("group"), blocks.count()
 
         @pl.when(group < GROUPS)
@@ -358,8 +395,10 @@ def backward(
                 example, channel = blocks.at(n)
                 channel += group * CHANNELS
                 x_RC, y_RC, dr_RC = x_s.at[group], y_s.at[group], dy_s.at[group]
-                scales = scale_ref.at[example, pl.ds(channel, CHANNELS)]
-                scale_C = load(scales, layout=mg.Layout.WGMMA.reduce(1), optimized=False)
+                here = example, pl.ds(channel, CHANNELS)
+                scale_C = load(scale_ref.at[here], layout=mg.Layout.WGMMA.reduce(1), optimized=False)
+                if gate_scale_BD:
+                    gate_scale_C = load(gate_scale_ref.at[here], layout=mg.Layout.WGMMA.reduce(1), optimized=False)
                 mg.barrier_wait(y_full)
                 mg.barrier_wait(dy_full)
                 y_CR, dy_CR = _loaded(y_RC).astype(jnp.float32), _loaded(dr_RC).astype(jnp.float32)
@@ -370,12 +409,21 @@ def backward(
                 dr_CR = jnp.where(inside_CR, dr_CR, 0.0).astype(jnp.bfloat16)
                 mg.commit_smem()
                 mg.barrier_arrive(y_free)
-                dr_RC.transpose((1, 0))[...] = dr_CR
-                _write(dr_CR[:, :N], out_s.at[group], dr_ref, example, channel, T)
+                _store(dr_RC, dr_CR)
+                if gate_scale_BD:
+                    along_y_C = (dr_CR.astype(jnp.float32) * y_CR).sum(axis=1) / scale_C
+                    scaled_CN = dr_CR[:, :N].astype(jnp.float32) * _along(gate_scale_C, (CHANNELS, N))
+                    _write(scaled_CN.astype(jnp.bfloat16), out_s.at[group], dr_ref, example, channel, T)
+                else:
+                    _write(dr_CR[:, :N], out_s.at[group], dr_ref, example, channel, T)
                 mg.barrier_wait(x_full)
                 x_CR = _loaded(x_RC)
                 mg.commit_smem()
                 mg.barrier_arrive(x_free)
+                if gate_scale_BD:
+                    along_x_C = (dr_CR.astype(jnp.float32) * x_CR.astype(jnp.float32)).sum(axis=1)
+                    along_C = (along_x_C - along_y_C) * gate_scale_C * gate_scale_C * (1 / F)
+                    along_ref[here] = along_C
 
                 def add_up(sum_CN: Any) -> Array:
                     @pl.loop(0, steps)
@@ -390,7 +438,12 @@ def backward(
                             take_turns()
                             return gate_CI[...], up_CI[...], d_inner_CI[...]
 
-                        _, *gradients_CI = _gradients(*pl.run_scoped(widen, TILE, TILE, TILE))
+                        gate_CI, up_CI, d_inner_CI = pl.run_scoped(widen, TILE, TILE, TILE)
+                        along_CI = None
+                        if gate_scale_BD:
+                            d_inner_CI *= _along(gate_scale_C, d_inner_CI.shape)
+                            along_CI = _along(along_C, d_inner_CI.shape)
+                        _, *gradients_CI = _gradients(gate_CI, up_CI, d_inner_CI, along_CI)
                         # The barrier keeps the compiler from computing them only after the turn.
                         d_gate_CI, d_up_CI = lax.optimization_barrier(gradients_CI)
                         take_turns()
@@ -466,7 +519,7 @@ def backward(
     return _call(
         kernel,
         "mosaic_token_mixing_backward",
-        [((B, T, D), jnp.bfloat16)] * 2,
+        [((B, T, D), jnp.bfloat16)] * 2 + [((B, D), jnp.float32)] * len(gate_scale_BD),
         {
             **{"x_s": tiles, "y_s": tiles, "dy_s": tiles},
             "out_s": mg.SMEM((GROUPS, N, CHANNELS), jnp.bfloat16),
@@ -479,12 +532,15 @@ def backward(
         {"block": MULTIPROCESSORS},
         GROUPS + 1,
         5 * B * T * D * F,
-    )(*(a.reshape(B * T, D) for a in (x_BTD, y_BTD, dy_BTD)), scale_BD, *_weights(gate_up_T2F, down_FT, ROWS))
+    )(
+        *(a.reshape(B * T, D) for a in (x_BTD, y_BTD, dy_BTD)),
+        *(scale_BD, *_weights(gate_up_T2F, down_FT, ROWS), *gate_scale_BD),
+    )
 
 
 @partial(jax.jit, static_argnames="splits")
 def weight_gradients(
-    gate_up_T2F: Array, down_FT: Array, x_BTD: Array, dr_BTD: Array, splits: int
+    gate_up_T2F: Array, down_FT: Array, x_BTD: Array, dr_BTD: Array, *along_BD: Array, splits: int
 ) -> tuple[Array, Array]:
     """A thread block has one tile of inner units and a share of the examples, those of one shift, so that their sums
     line up. Groups 0 and 1 compute inner, d_gate and d_up of every other tile of channels and leave them in shared
@@ -494,13 +550,17 @@ def weight_gradients(
     examples, tiles = B // splits, B // splits * across
 
     def kernel(
-        x_ref: Any, dr_ref: Any, gate_ref: Any, up_ref: Any, down_ref: Any, d_gate_ref: Any, d_up_ref: Any,
-        d_down_ref: Any, *,
+        x_ref: Any, dr_ref: Any, gate_ref: Any, up_ref: Any, down_ref: Any, *refs: Any,
         x_s: Any, dr_s: Any, weights_s: Any, products_s: Any,
         tile_full: Any, tile_free: Any, weights_full: Any, products_full: Any, products_free: Any,
     ) -> None:  # fmt: skip
-        group, split = lax.axis_index("group"), lax.axis_index("split")
+        group, split, sum_refs = lax.axis_index("group"), lax.axis_index("split"), refs[-3:]
         inner = pl.ds(lax.axis_index("inner") * CHANNELS, CHANNELS)
+
+        def at(first: Any, tile: Any) -> tuple[Any, Any]:
+            """The example and the first channel; `first` is the split's first example."""
+            example = first + 8 * (_div(split, 8) * examples + _div(tile, across))
+            return example, _rem(tile, across) * CHANNELS
 
         @pl.when(group < 2)
         def widen_and_gate() -> None:
@@ -509,7 +569,12 @@ def weight_gradients(
 
             @pl.loop(0, _div(tiles + 1 - group, 2))
             def _(turn: Any) -> None:
-                slot = _rem(2 * turn + group, WEIGHTS_SLOTS)
+                slot, along_IC = _rem(2 * turn + group, WEIGHTS_SLOTS), None
+                if along_BD:
+                    example, channel = at(_rem(split, 8), 2 * turn + group)
+                    along_ref = refs[0].at[example, pl.ds(channel, CHANNELS)]
+                    along_C = load(along_ref, layout=mg.Layout.WGMMA.reduce(0), optimized=False)
+                    along_IC = lax.broadcast_in_dim(along_C, (CHANNELS, CHANNELS), [1])
                 mg.barrier_wait(tile_full.at[slot])
 
                 def widen(gate_IC: Any, up_IC: Any, d_inner_IC: Any) -> tuple[Array, Array, Array]:
@@ -518,9 +583,9 @@ def weight_gradients(
                     mg.wgmma(d_inner_IC, weights_s.at[2].transpose((1, 0)), dr_s.at[slot])
                     return gate_IC[...], up_IC[...], d_inner_IC[...]
 
-                wide_IC = pl.run_scoped(widen, TILE, TILE, TILE)
+                gate_IC, up_IC, d_inner_IC = pl.run_scoped(widen, TILE, TILE, TILE)
                 mg.barrier_arrive(tile_free.at[slot])
-                inner_IC, d_gate_IC, d_up_IC = _gradients(*wide_IC)
+                inner_IC, d_gate_IC, d_up_IC = _gradients(gate_IC, up_IC, d_inner_IC, along_IC)
 
                 @pl.when(turn > 0)
                 def _() -> None:
@@ -553,7 +618,7 @@ def weight_gradients(
                 return tuple(sum_IN[...] for sum_IN in sums_IN)
 
             sums_IN = pl.run_scoped(add_tiles, *[mg.ACC((CHANNELS, N), jnp.float32)] * 3)
-            for ref, sum_IN in zip((d_gate_ref, d_up_ref, d_down_ref), sums_IN, strict=True):
+            for ref, sum_IN in zip(sum_refs, sums_IN, strict=True):
                 ref[split, inner] = sum_IN
 
         @pl.when(group == 3)
@@ -573,10 +638,10 @@ def weight_gradients(
 
                 @pl.when(tile < tiles)
                 def _() -> None:
-                    example = first + 8 * (_div(split, 8) * examples + _div(tile, across))
-                    at = _window(example, T), pl.ds(_rem(tile, across) * CHANNELS, CHANNELS)
-                    mg.copy_gmem_to_smem(x_ref.at[at], x_s.at[slot], tile_full.at[slot])
-                    mg.copy_gmem_to_smem(dr_ref.at[at], dr_s.at[slot], tile_full.at[slot])
+                    example, channel = at(first, tile)
+                    here = _window(example, T), pl.ds(channel, CHANNELS)
+                    mg.copy_gmem_to_smem(x_ref.at[here], x_s.at[slot], tile_full.at[slot])
+                    mg.copy_gmem_to_smem(dr_ref.at[here], dr_s.at[slot], tile_full.at[slot])
 
     slots = _smem(WEIGHTS_SLOTS, ROWS, CHANNELS)
     sums = _call(
@@ -596,7 +661,7 @@ def weight_gradients(
         {"inner": F // CHANNELS, "split": splits},
         4,
         6 * B * T * D * F,
-    )(x_BTD.reshape(B * T, D), dr_BTD.reshape(B * T, D), *_weights(gate_up_T2F, down_FT, ROWS))
+    )(x_BTD.reshape(B * T, D), dr_BTD.reshape(B * T, D), *_weights(gate_up_T2F, down_FT, ROWS), *along_BD)
 
     def together(sums_SFN: Array) -> Array:
         sums_8FN = sums_SFN.reshape(splits // 8, 8, F, N).sum(axis=0)

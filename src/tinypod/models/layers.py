@@ -67,7 +67,7 @@ def _epsilon(gate: Gate) -> float | None:
 
 
 def swiglu(params: dict[str, Array], x_BTD: Array, placement: Placement, gate: Gate = "swiglu") -> Array:
-    fused = gated_product.fused(params["gate_up"], params["down"], x_BTD, placement) if gate == "swiglu" else None
+    fused = gated_product.fused(params["gate_up"], params["down"], x_BTD, placement, _epsilon(gate))
     if fused is None and placement.on_cpu:
         return _swiglu_of_matrices(params, x_BTD, gate)
     return gated_product.plain(params["gate_up"], params["down"], x_BTD, _epsilon(gate)) if fused is None else fused
@@ -94,9 +94,11 @@ def token_swiglu(params: dict[str, Array], x_BTD: Array, placement: Placement, g
 
 def token_block(params: dict[str, Array], x_BTD: Array, placement: Placement, gate: Gate = "swiglu") -> Array:
     """Token mixing, the residual and the norm along the positions."""
-    arguments, fused = (params["gate_up"], params["down"], x_BTD, RMS_EPSILON, placement), None
-    if gate == "swiglu":
-        fused = tpu_layers.token_block(*arguments) if placement.kernels == "tpu" else token_mixing.fused(*arguments)
+    arguments = params["gate_up"], params["down"], x_BTD, RMS_EPSILON, placement
+    if placement.kernels == "tpu":
+        fused = tpu_layers.token_block(*arguments) if gate == "swiglu" else None
+    else:
+        fused = token_mixing.fused(*arguments, _epsilon(gate))
     return rms_norm(x_BTD + token_swiglu(params, x_BTD, placement, gate), axis=1) if fused is None else fused
 
 
