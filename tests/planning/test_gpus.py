@@ -163,6 +163,14 @@ def test_prices_of_gpus_are_the_users_own(monkeypatch: pytest.MonkeyPatch, tmp_p
         Prices(date="2026-11-18", source="mine", on_demand={"b900": 2.0})
 
 
+def test_a_card_whose_name_is_a_number_has_a_price(tmp_path: Path) -> None:
+    table = tmp_path / "prices.yaml"
+    table.write_text("{date: 2026-11-18, source: mine, on_demand: {h100: 2.5, 4090: 0.4}, spot: {4090: 0.3}}")
+    prices = read_prices(table)
+    assert prices.on_demand == {"h100": 2.5, "4090": 0.4}
+    assert prices.spot_price("4090") == 0.3
+
+
 def test_the_command_plans_for_gpus_and_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     install(monkeypatch, tmp_path)
     asked = ["plan", "trm/sudoku_mlp", "data.path=nowhere", "--slice", "8xh100", "--slice", "v4-8"]

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeFloat, model_validator
+from pydantic import Field, NonNegativeFloat, field_validator, model_validator
 
 from tinypod import config as configs
 from tinypod.config import Config
@@ -25,6 +25,12 @@ class Prices(Config):
     spot_fraction: dict[str, Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)]] = Field(
         default_factory=dict  # of the price on demand, in the cheapest zone and the dearest; where `spot` names none
     )
+
+    @field_validator("on_demand", "spot", "spot_fraction", mode="before")
+    @classmethod
+    def _named(cls, prices: Any) -> Any:
+        """YAML reads the name of a 4090 as a number."""
+        return {str(name): price for name, price in prices.items()} if isinstance(prices, dict) else prices
 
     @model_validator(mode="after")
     def _known(self) -> "Prices":
