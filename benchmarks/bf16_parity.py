@@ -4,11 +4,11 @@ and the step at which each run solves 10 and 50 % of its held-out puzzles.
     python benchmarks/bf16_parity.py FOLDER --authors CHECKOUT --seeds 8
 
 CHECKOUT is the authors' repository (their model and loss; needs torch and einops). Both sides train on the same
-puzzles, drawn in the same manner, with the same recipe, and are scored on the same held-out ones with live weights,
-every `--every` steps. Sides: `authors`; `tinypod`; `epochs`, as tinypod but drawing without replacement, as the
-authors' code does; `plain`, as tinypod without fused kernels; `float32`. Each run is a process; `--at-once` of them
-share the device. A run that has ended is not run again: stop it and start it again as you like. FOLDER gets the
-puzzles, the curves, and `table.md`. `--small` is a model and puzzles for a CPU, to try the program.
+puzzles, each once before any comes again, with the same recipe, and are scored on the same held-out ones with live
+weights, every `--every` steps. Sides: `authors`; `tinypod`; `random`, as tinypod but drawing with replacement; `plain`,
+as tinypod without fused kernels; `float32`. Each run is a process; `--at-once` of them share the device. A run that has
+ended is not run again: stop it and start it again as you like, with the same options. FOLDER gets the puzzles, the
+curves, and `table.md`. `--small` is a model and puzzles for a CPU, to try the program: all sides in float32 then.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from tinypod.data import puzzles, sudoku
 TARGETS = (0.1, 0.5)
 SIDES = {
     "tinypod": [],
-    "epochs": ["data.sampling=epochs"],
+    "random": ["data.sampling=random"],
     "plain": ["model.fused=false"],
     "float32": ["model.dtype=float32"],
 }
@@ -55,9 +55,21 @@ class Recipe:
     warmup: int = 200
     betas: tuple[float, float] = (0.9, 0.95)
     puzzle_positions: int = 16
+    dtype: str = "bfloat16"
 
 
-SMALL = Recipe(box=(2, 2), clues=7, width=32, cycles=(1, 1), halt_steps=4, batch=64, steps=300, rate=4e-3, warmup=20)
+SMALL = Recipe(
+    dtype="float32",
+    box=(2, 2),
+    clues=7,
+    width=32,
+    cycles=(1, 1),
+    halt_steps=4,
+    batch=64,
+    steps=300,
+    rate=4e-3,
+    warmup=20,
+)
 
 
 def make_data(folder: Path, recipe: Recipe) -> Path:
@@ -86,10 +98,12 @@ def train_ours(folder: Path, side: str, seed: int, recipe: Recipe, every: int) -
         "ema_decay=null",
         f"data.path={folder / 'data'}",
         "data.augmentations=endless",
+        "data.sampling=epochs",
         f"model.hidden_size={recipe.width}",
         f"model.H_cycles={H}",
         f"model.L_cycles={L}",
         f"model.expansion={recipe.expansion}",
+        f"model.dtype={recipe.dtype}",
         f"model.puzzle_embedding={{kind: table, width: {recipe.width}, length: {recipe.puzzle_positions}}}",
         f"task.halting.max_steps={recipe.halt_steps}",
         f"optimizer.learning_rate={recipe.rate}",
@@ -144,12 +158,12 @@ def train_theirs(
         "halt_max_steps": recipe.halt_steps,
         "halt_exploration_prob": 0.1,
         "no_ACT_continue": True,
-        "forward_dtype": "bfloat16" if device == "cuda" else "float32",  # on a CPU only to try it
+        "forward_dtype": recipe.dtype,
         "causal": False,
     }
     with torch.device(device):
         model = losses.ACTLossHead(trm.TinyRecursiveReasoningModel_ACTV1(config), "stablemax_cross_entropy")
-    call = torch.compile(model, dynamic=False) if device == "cuda" else model
+    call = torch.compile(model, dynamic=False) if torch.device(device).type == "cuda" else model
     weights = [p for p in model.parameters() if p.requires_grad]
     moments = [[torch.zeros_like(p) for p in weights] for _ in range(2)]
     beta1, beta2 = recipe.betas
@@ -269,7 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--authors", type=Path, help="their checkout")
-    parser.add_argument("--sides", nargs="+", default=["authors", "tinypod", "epochs", "plain"])
+    parser.add_argument("--sides", nargs="+", default=["authors", "tinypod", "random", "plain"])
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--at-once", type=int, default=4)
@@ -296,24 +310,34 @@ def main() -> None:
 
     if "authors" in options.sides and options.authors is None:
         parser.error("the side `authors` needs --authors CHECKOUT")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    asked, file = json.dumps(asdict(recipe) | {"every": options.every}), options.folder / "recipe.json"
+    if file.exists() and file.read_text() != asked:
+        parser.error(f"{options.folder} has runs of another recipe ({file}); choose another folder")
+    file.write_text(asked)
     make_data(options.folder, recipe)
     started = datetime.datetime.now(datetime.UTC)
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
-    def run(job: str) -> None:
+    def run(job: str) -> int:
         done = options.folder / f"{job.replace(':', '_')}.json"
         if not done.exists():
             with open(done.with_suffix(".log"), "w") as log:
                 command = [sys.executable, __file__, *sys.argv[1:], "--one", job]
                 failed = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False).returncode
             print(f"{job}: {'failed, see ' + log.name if failed else 'done'}", flush=True)
+            return failed
+        return 0
 
     with ThreadPoolExecutor(options.at_once) as pool:
-        list(pool.map(run, [f"{side}:{seed}" for seed in range(options.seeds) for side in options.sides]))
+        failures = sum(
+            map(bool, pool.map(run, [f"{side}:{seed}" for seed in range(options.seeds) for side in options.sides]))
+        )
     table = make_table(options.folder, options.sides, options.seeds)
     seconds = (datetime.datetime.now(datetime.UTC) - started).total_seconds()
     (options.folder / "table.md").write_text(f"{recipe}\n\n{table}\n")
     print(f"{recipe}\n{started.date()}, {seconds:.0f} s\n\n{table}")
+    sys.exit(1 if failures else 0)
 
 
 if __name__ == "__main__":

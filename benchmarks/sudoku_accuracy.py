@@ -6,11 +6,12 @@
 A RUN is a run folder; runs that differ in their seed alone are one row. The dataset is the run's own (another:
 `--data FOLDER`). A setting is the steps of each chain, with `x` the symmetric views, with `*` the trajectories (with
 noise of `--noise`), then how one answer is chosen: `16`, `128`, `16x8`, `64x8 confident`, `16*8 every_step confident`.
-Each pair of a run and a setting is scored by the command that stands beside it in `scores.jsonl`, once: what is there
-is not computed again. OUT also gets `table.md`, `training.png` and `thinking.png`.
+Each pair of a run and a setting is scored by the command that stands beside it in `scores.jsonl`, once for a step of
+the run: what is there is not computed again. OUT also gets `table.md`, `training.png` and `thinking.png`.
 """
 
 import argparse
+import hashlib
 import json
 import re
 import shlex
@@ -58,10 +59,14 @@ def command(run: str, split: str, limit: int | None, data: str | None, thinking:
 
 
 def name_of(config: Any) -> str:
-    """What runs that differ in their seed share."""
+    """What runs that differ in their seed share: in short what it is, and some digits that stand for all the rest."""
     model, optimizer = config.model, config.optimizer
+    trained = config.model_dump(mode="json", include={"model", "task", "optimizer", "data", "batch_size", "steps"})
+    trained |= {"ema_decay": config.ema_decay, "data": {**trained["data"], "path": ""}}
+    digest = hashlib.sha256(json.dumps(trained, sort_keys=True).encode()).hexdigest()[:4]
     recursion = f"H {model.H_cycles} L {model.L_cycles}"
-    return f"{optimizer.kind}, {model.mixing.kind}, {recursion}, batch {config.batch_size}, {config.steps:,} steps"
+    short = f"{optimizer.kind}, {model.mixing.kind}, {recursion}, batch {config.batch_size}, {config.steps:,} steps"
+    return f"{short} ({digest})"
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -70,7 +75,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def score(out: Path, runs: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
     file = out / "scores.jsonl"
-    known = {row["command"] for row in read(file)}
+    known = {(row["command"], row["step"]): row for row in read(file)}
+    asked_for = []
     for run in runs:
         # The last checkpoint: the best one was chosen by the puzzles that are scored here.
         model = tinypod.load(run, {"data.path": options.data} if options.data else {}, checkpoint="latest")
@@ -79,15 +85,17 @@ def score(out: Path, runs: list[str], options: argparse.Namespace) -> list[dict[
             for split in options.splits:
                 limit = options.limit if split == "test" else None
                 asked = command(run, split, limit, options.data, thinking)
-                if asked in known:
+                if (asked, model.step) in known:
+                    asked_for.append(known[asked, model.step])
                     continue
                 scores = model.evaluate(split, limit=limit, **thinking)
                 row = {"command": asked, "run": run, "recipe": name_of(model.config), "seed": model.config.seed}
                 row |= {"setting": setting, "split": split, "step": model.step, "weights": model.weights}
+                asked_for.append(row | {"scores": scores})
                 with open(file, "a") as lines:
-                    lines.write(json.dumps(row | {"scores": scores}) + "\n")
+                    lines.write(json.dumps(asked_for[-1]) + "\n")
                 print(f"{scores['exact_accuracy']:.2%} at {scores['cost']:.1f} steps: {asked}", flush=True)
-    return read(file)
+    return asked_for
 
 
 def training_curve(run: str) -> tuple[np.ndarray, np.ndarray]:

@@ -67,18 +67,21 @@ def make_sudoku(
     clues: int | None = None,
     train_size: int = 1000,
     test_size: int = 1000,
+    holdout: int = 0,
     seed: int = 0,
 ) -> Path:
     """Make up Sudokus with exactly one solution each, as `tinypod data sudoku --generate` does; the dataset's folder.
 
     `box` is its rows and columns: (3, 3) is the usual 9×9, (2, 3) a 6×6, (2, 2) a 4×4. `clues`: at least this many;
-    default: as few as can be. Where the folder holds these very puzzles already, nothing is done.
+    default: as few as can be. `holdout`: a third split of so many. Where the folder holds these very puzzles already,
+    nothing is done.
     """
     out, console = Path(folder), _console()
     if (out / "dataset.json").exists():
         info = puzzles.read_info(out)
         rows = {name: split.rows for name, split in info.splits.items()}
-        if info.origin == build.generated(box, clues, seed) and rows == {"train": train_size, "test": test_size}:
+        wanted = {"train": train_size, "test": test_size} | ({"holdout": holdout} if holdout else {})
+        if info.origin == build.generated(box, clues, seed, holdout) and rows == wanted:
             say(console, f"{out}: the puzzles are there already")
             return out
     info = build.build_sudoku(
@@ -88,6 +91,7 @@ def make_sudoku(
         generate=True,
         train_size=train_size,
         test_size=test_size,
+        holdout=holdout,
         box=box,
         clues=clues,
         seed=seed,

@@ -544,13 +544,13 @@ def test_names_that_look_like_markup_are_printed_as_they_are(tmp_path, puzzles):
 
 
 @pytest.mark.parametrize("generate", [False, True])
-def test_a_holdout_is_drawn_with_the_training_puzzles_and_shares_none_with_them(tmp_path, puzzles, generate):
+def test_a_holdout_is_of_the_training_file_and_changes_no_other_split(tmp_path, puzzles, generate):
     csvs = {} if generate else {f"{name}_csv": write(tmp_path / name, rows_of(puzzles)) for name in ("train", "test")}
     options = {"train_csv": None, "test_csv": None, "clues": 12 if generate else None} | csvs
 
-    def make(name, seed):
+    def make(name, seed, holdout=4):
         console = Console(file=io.StringIO())
-        sizes = {"train_size": 5, "holdout": 4, "test_size": 3}
+        sizes = {"train_size": 5, "holdout": holdout, "test_size": 3}
         info = build.build_sudoku(
             tmp_path / name, generate=generate, box=(2, 3), seed=seed, console=console, **sizes, **options
         )
@@ -562,8 +562,11 @@ def test_a_holdout_is_drawn_with_the_training_puzzles_and_shares_none_with_them(
     assert not made["train"] & made["holdout"]
     assert make("b", 0) == made
     assert make("c", 1)["holdout"] != made["holdout"]
+    assert make("d", 0, holdout=0) == {split: made[split] for split in ("train", "test")}
     if not generate:
         assert made["train"] | made["holdout"] <= {bytes(row) for row in sudoku.to_tokens(puzzles.questions)}
+        with pytest.raises(DataError, match=r"asked for 18 rows besides 5 for training, and it has 20; take fewer"):
+            make("e", 0, holdout=18)
 
 
 def test_numba_is_imported_late():

@@ -342,17 +342,38 @@ def test_nothing_is_overwritten(run: Path, copied: Path, tmp_path: Path) -> None
     with pytest.raises(UserError, match="holds a packed run already"):
         pieces.pack(Run(run), copied, QUIET)
     (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "step_3.tar.000").write_text("another's")
     (tmp_path / "full" / "thesis.txt").write_text("mine")
     with pytest.raises(UserError, match=r"is not empty \(thesis\.txt\)"):
         pieces.pack(Run(run), tmp_path / "full", QUIET)
+    with pytest.raises(UserError, match="is inside the run folder, and would be packed with it"):
+        pieces.pack(Run(run), run / "pieces", QUIET)
     with pytest.raises(UserError, match="is a file"):
         pieces.pack(Run(run), tmp_path / "full" / "thesis.txt", QUIET)
     with pytest.raises(UserError, match="exists already; choose another"):
         pieces.unpack(copied, tmp_path / "full", QUIET)
-    assert names(tmp_path / "full") == ["thesis.txt"]
+    assert names(tmp_path / "full") == ["step_3.tar.000", "thesis.txt"]
     (tmp_path / "empty").mkdir()
     pieces.unpack(copied, tmp_path / "empty", QUIET)
     assert (tmp_path / "empty" / "config.yaml").exists()
+
+
+def test_two_that_unpack_into_one_folder_publish_nothing_half(
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one clears away what this one has written so far."""
+    copy, calls = shutil.copyfileobj, []
+
+    def copy_and_lose(source: Any, target: Any, length: int) -> None:
+        copy(source, target, length)
+        calls.append(target.name)
+        if len(calls) == 2:
+            Path(calls[0]).unlink()
+
+    monkeypatch.setattr(pieces.shutil, "copyfileobj", copy_and_lose)
+    with pytest.raises(StorageError, match=r"gone while the run was unpacked; is another .* under way"):
+        pieces.unpack(copied, tmp_path / "runs" / "run", QUIET)
+    assert names(tmp_path / "runs") == []
 
 
 def test_a_tar_that_leads_out_of_the_run_is_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -346,7 +346,8 @@ def test_the_first_valid_answer_is_chosen_and_ends_the_thinking(
     found = jax.jit(program)({}, jnp.asarray(questions, jnp.int32), jnp.zeros(3, jnp.int32))
     assert np.array_equal(found.answers[-1], [right[0], right[1], answers[3, 2, 0]])
     assert np.array_equal(found.answers[1, 1], answers[1, 1, 0])
-    assert found.q[-1, :, 0].tolist() == [-1.0, 1.0, 0.5]
+    assert found.q[-1].tolist() == [[20, -20], [20, -20], [-20, 20]]  # what the rules say, not the model
+    assert found.q[:, 1, 0].tolist() == [-20, -20, 20, 20]
     assert found.cost.tolist() == [2, 6, 8]
 
 

@@ -224,6 +224,15 @@ def test_links_out_of_the_folder_are_not_followed(tmp_path: Path, runs: Path) ->
         assert server.runs.listing() == []
 
 
+def test_a_run_that_is_being_unpacked_is_none_yet(tmp_path: Path, runs: Path) -> None:
+    shutil.copytree(runs / "first", tmp_path / ".first.unpacking")
+    with open_server([tmp_path], 0) as server:
+        assert server.runs.listing() == []
+        (tmp_path / ".first.unpacking").rename(tmp_path / "first")
+    with open_server([tmp_path], 0) as server:
+        assert [run["name"] for run in server.runs.listing()] == ["first"]
+
+
 OUTCOMES = {
     "diverged": '{"state": "diverged", "step": 4, "reason": "a loss of inf"}',
     "early": '{"state": "stopped_early", "step": 4}',

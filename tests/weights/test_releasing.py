@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from releases import EXAMPLES, export, train_run
-from tinypod.errors import UserError
+from tinypod.errors import DataError, UserError
 from tinypod.runs import storage
 from tinypod.runs.folder import Run
 from tinypod.runs.load import load_weights
@@ -100,12 +100,19 @@ def test_examples_are_written_one_way(run: Path, tmp_path: Path) -> None:
 def test_options_of_other_formats_are_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a\.bin: a release is a file called NAME\.safetensors"):
         export(run, tmp_path / "a.bin")
+    with pytest.raises(UserError, match=r"gs://bucket/a\.safetensors: a release is written to a local file"):
+        export(run, Path("gs://bucket/a.safetensors"))
     with pytest.raises(UserError, match="--base is for --format peft"):
         export(run, tmp_path / "a.safetensors", "--base", str(tmp_path))
     with pytest.raises(UserError, match="--examples is for --format release"):
         export(run, tmp_path / "a.pt", "--format", "packed", "--examples", "x")
     with pytest.raises(UserError, match="choose --format release"):
         export(run, tmp_path / "a.pt", "--format", "hugging_face")
+
+
+def test_what_a_newer_version_says_of_a_dataset_is_an_error_and_no_crash() -> None:
+    with pytest.raises(DataError, match=r"cannot be read \(.*: .*\): it may be of a newer tinypod; update tinypod"):
+        releasing.described({"kind": "sudoku", "colours": 4})
 
 
 def test_a_release_of_other_puzzles_has_no_sudoku_to_show(run: Path, tmp_path: Path) -> None:

@@ -23,7 +23,9 @@ def data_sudoku(
     ] = None,
     holdout: Annotated[
         int,
-        typer.Option(min=0, help="Puzzles drawn with those for training and kept out: a split `holdout` of this many."),
+        typer.Option(
+            min=0, help="More puzzles from where those for training come from: a split `holdout` of this many."
+        ),
     ] = 0,
     box: Annotated[
         str, typer.Option(help="Rows x columns of a box: 3x3 is the usual 9×9, 2x3 a 6×6, 2x2 a 4×4.")

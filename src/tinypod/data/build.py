@@ -35,8 +35,8 @@ def build_sudoku(
     console: Console,
     holdout: int = 0,
 ) -> puzzles.DatasetInfo:
-    """Make a dataset folder: generated, or from CSVs (local ones, or the hub's). `holdout`: puzzles of where those for
-    training come from, drawn with them and kept out, as a split of that name."""
+    """Make a dataset folder: generated, or from CSVs (local ones, or the hub's). `holdout`: so many more puzzles from
+    where those for training come from, as a split of that name."""
     puzzles.check_new(out)
     if generate and (train_csv or test_csv):
         raise UserError("--generate makes puzzles up: leave out --train-csv and --test-csv, or --generate")
@@ -50,34 +50,35 @@ def build_sudoku(
     if (train_csv is None) != (test_csv is None):
         raise UserError("give both --train-csv and --test-csv, or neither")
     _warn_if_slow(box, console)
-    drawn = train_size + holdout
+    parts = {}
     if generate:
-        train, test = _generate(box, drawn, test_size or 1000, clues, seed, console)
-        origin = generated(box, clues, seed)
+        sizes = {"train": train_size, "test": test_size or 1000, "holdout": holdout}
+        parts = _generate(box, sizes, clues, seed, console)
+        origin = generated(box, clues, seed, holdout)
     else:
         files = (train_csv, test_csv) if train_csv and test_csv else sudoku_csv.download()
-        train, test = (
-            _read(path, box, size, seed, console) for path, size in zip(files, (drawn, test_size), strict=True)
-        )
-        origin = f"read from CSV: {train_size} training rows drawn with seed {seed}"
-    parts = {"train": train, "test": test}
-    if holdout:
-        # Another stream than the one that orders a split: its own seed.
-        order = np.random.default_rng([seed, 1]).permutation(drawn)
-        parts |= {"train": _take(train, order[:train_size]), "holdout": _take(train, order[train_size:])}
-        origin = f"{origin}; {holdout} more held out"
+        parts["train"] = _read(files[0], box, train_size, seed, console)
+        parts["test"] = _read(files[1], box, test_size, seed, console)
+        if holdout:
+            parts["holdout"] = _read(files[0], box, holdout, seed, console, besides=train_size)
+        origin = f"read from CSV: {train_size} training rows drawn with seed {seed}{_more(holdout)}"
     trained = sudoku.signatures(parts["train"].questions, box)
     unseen = [part.questions for name, part in parts.items() if name != "train"]
     if copies := np.isin(sudoku.signatures(np.concatenate(unseen), box), trained).sum():
         say(console, f"note: {copies} held-out puzzles look like symmetric copies of training puzzles", "yellow")
-    info = puzzles.describe_sudoku(list(box), sources=sorted({*train.sources, *test.sources}), origin=origin)
+    sources = sorted({source for part in parts.values() for source in part.sources})
+    info = puzzles.describe_sudoku(list(box), sources=sources, origin=origin)
     splits = {name: _to_split(part, info.sources, seed) for name, part in parts.items()}
     return puzzles.write_dataset(out, info, splits)
 
 
-def generated(box: Box, clues: int | None, seed: int) -> str:
+def generated(box: Box, clues: int | None, seed: int, holdout: int = 0) -> str:
     """The origin of a dataset that was made up."""
-    return f"generated: box {box[0]}x{box[1]}, clues {clues or 'minimal'}, seed {seed}"
+    return f"generated: box {box[0]}x{box[1]}, clues {clues or 'minimal'}, seed {seed}{_more(holdout)}"
+
+
+def _more(holdout: int) -> str:
+    return f"; {holdout} more held out" if holdout else ""
 
 
 def describe(out: Path, info: puzzles.DatasetInfo, console: Console) -> None:
@@ -98,25 +99,24 @@ def _warn_if_slow(box: Box, console: Console) -> None:
         )
 
 
-def _generate(
-    box: Box, train_size: int, test_size: int, clues: int | None, seed: int, console: Console
-) -> list[Puzzles]:
-    """Both splits in one go: no two puzzles are symmetric copies of each other."""
+def _generate(box: Box, sizes: dict[str, int], clues: int | None, seed: int, console: Console) -> dict[str, Puzzles]:
+    """All splits in one go, one after the other: no two puzzles are symmetric copies of each other."""
     from tinypod.data import sudoku_generator
 
-    total = train_size + test_size
+    total = sum(sizes.values())
     with counting(console, "generating", total) as progress:
         made = sudoku_generator.generate(box, total, seed, clues, progress)
-    return [_take(made, np.arange(total)[part]) for part in (slice(train_size), slice(train_size, None))]
+    parts, start = {}, 0
+    for name, size in sizes.items():
+        if size:
+            parts[name] = Puzzles(*(column[start : start + size] for column in made))  # type: ignore[arg-type]
+        start += size
+    return parts
 
 
-def _take(made: Puzzles, rows: np.ndarray) -> Puzzles:
-    return Puzzles(made.questions[rows], made.answers[rows], [made.sources[i] for i in rows], made.ratings[rows])
-
-
-def _read(path: Path, box: Box, size: int | None, seed: int, console: Console) -> Puzzles:
+def _read(path: Path, box: Box, size: int | None, seed: int, console: Console, besides: int = 0) -> Puzzles:
     with counting(console, "proving", size) as progress:
-        return sudoku_csv.read_csv(path, box, size, seed, progress)
+        return sudoku_csv.read_csv(path, box, size, seed, progress, besides)
 
 
 def _to_split(part: Puzzles, sources: list[str], seed: int) -> puzzles.Split:

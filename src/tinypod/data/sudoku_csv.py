@@ -63,7 +63,7 @@ def _read_header(rows: Iterator[Row], path: Path) -> list[str]:
     return columns
 
 
-def _choose(path: Path, subsample: int | None, seed: int) -> np.ndarray:
+def _choose(path: Path, subsample: int | None, seed: int, besides: int) -> np.ndarray:
     """Which rows of the file are kept: by the seed, and the number of rows alone."""
     rows = _read_rows(path)
     _read_header(rows, path)
@@ -74,19 +74,33 @@ def _choose(path: Path, subsample: int | None, seed: int) -> np.ndarray:
         return np.ones(total, bool)
     if not 0 < subsample <= total:
         raise DataError(f"{path}: asked for {subsample} rows, expected a number from 1 to the file's {total}")
+    if besides + subsample > total:
+        raise DataError(
+            f"{path}: asked for {subsample} rows besides {besides} for training, and it has {total}; take fewer"
+        )
     chosen = np.zeros(total, bool)
-    chosen[np.random.default_rng(seed).choice(total, subsample, replace=False)] = True
+    if besides:
+        left = np.setdiff1d(np.arange(total), np.flatnonzero(_choose(path, besides, seed, 0)))
+        chosen[np.random.default_rng([seed, 1]).choice(left, subsample, replace=False)] = True
+    else:
+        chosen[np.random.default_rng(seed).choice(total, subsample, replace=False)] = True
     return chosen
 
 
 def read_csv(
-    path: Path, box: Box = (3, 3), subsample: int | None = None, seed: int = 0, progress: Progress | None = None
+    path: Path,
+    box: Box = (3, 3),
+    subsample: int | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+    besides: int = 0,
 ) -> Puzzles:
     """Reads columns question, answer and, if present, source (else the file's stem) and rating (else 0).
 
-    `subsample` keeps that many rows, in the file's order. `progress` counts rows proven.
+    `subsample` keeps that many rows, in the file's order; with `besides`, of those that a subsample of that size
+    leaves. `progress` counts rows proven.
     """
-    chosen, rows = _choose(path, subsample, seed), _read_rows(path)
+    chosen, rows = _choose(path, subsample, seed, besides), _read_rows(path)
     columns, start = _read_header(rows, path), 0
     parts = []
     while chunk := list(islice(rows, CHUNK_ROWS)):

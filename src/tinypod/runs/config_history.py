@@ -19,7 +19,7 @@ from tinypod.tasks import KINDS
 CHANGES = "config_changes.jsonl"
 # Where and how it runs, what it reports and keeps: the steps stay the same.
 _BESIDE = r"mesh\..*|compile_cache|health\..*|log\..*|checkpoint\..*|eval\..*|nonfinite\..*|data\.path"
-_BESIDE += r"|accumulation|steps_per_dispatch|model\.(remat|unroll)"
+_BESIDE += r"|accumulation|steps_per_dispatch|model\.(remat|unroll|fused)"
 # What steps yet to come may be trained with, besides what the task says. Whatever else differs makes another model, or
 # other batches.
 _FROM_NOW_ON = r"steps|ema_decay|optimizer\.(?!kind|batch_scaling).*"

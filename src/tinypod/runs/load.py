@@ -23,7 +23,7 @@ from tinypod.tasks.task import is_trained, select
 
 TRIES = 5  # a run that trains may remove a checkpoint while it is read
 # Config keys that a trained model may be used with: where and how it computes, what on, how long it thinks.
-USABLE = r"(mesh|data)(\..*)?|eval\.(batch_size|weights)|model\.(dtype|unroll|[HL]_cycles)"
+USABLE = r"(mesh|data)(\..*)?|eval\.(batch_size|weights)|model\.(dtype|unroll|fused|[HL]_cycles)"
 USABLE += r"|task\.(halting\.max_steps|thinking(\..*)?)"
 
 
@@ -117,7 +117,7 @@ def check_overrides(overrides: list[str]) -> None:
         if "=" in text and re.fullmatch(USABLE, key) is None:
             raise ConfigError(
                 f"{key}: a trained model is used as it is, and this key belongs to its training. Keys that can be set "
-                "here: data.*, mesh.*, model.dtype, model.unroll, model.H_cycles, model.L_cycles, "
+                "here: data.*, mesh.*, model.dtype, model.unroll, model.fused, model.H_cycles, model.L_cycles, "
                 "task.halting.max_steps, task.thinking.*, eval.batch_size, eval.weights"
             )
 

@@ -105,6 +105,8 @@ def pack(
     run.pull()
     if not (run.folder / CONFIG).is_file():
         raise UserError(f"{run} is not a run folder: it has no {CONFIG}")
+    if out.resolve().is_relative_to(run.folder.resolve()):
+        raise UserError(f"{out} is inside the run folder, and would be packed with it; choose a folder outside {run}")
     step = _pick_step(run, checkpoint)
     with storage.explained(out):
         _make_ready(out)
@@ -126,6 +128,7 @@ def _pack(run: Run, step: int, members: Sequence[Member], out: Path, piece_bytes
             manifest = Manifest(run=name, step=step, pieces=tuple(pieces))
             storage.replace_file(out / MANIFEST, manifest.model_dump_json(indent=1).encode() + b"\n", durable=True)
     except BaseException:
+        (out / MANIFEST).unlink(missing_ok=True)
         _remove_pieces(out)
         raise
     return manifest
@@ -307,16 +310,20 @@ def _make_ready(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     if (out / MANIFEST).exists():
         raise UserError(f"{out} holds a packed run already; choose another folder, or remove that one")
-    _remove_pieces(out)
-    if others := sorted(path.name for path in out.iterdir()):
+    if others := sorted(path.name for path in out.iterdir() if not _is_of_a_pack(path)):
         raise UserError(f"{out} is not empty ({others[0]}): choose a new folder, so that only the pieces are in it")
+    _remove_pieces(out)
+
+
+def _is_of_a_pack(path: Path) -> bool:
+    return path.name.startswith(COPY) or _OF_A_PACK.fullmatch(path.name) is not None
 
 
 def _remove_pieces(out: Path) -> None:
-    for path in out.iterdir() if out.is_dir() else ():
+    for path in filter(_is_of_a_pack, out.iterdir() if out.is_dir() else ()):
         if path.name.startswith(COPY):
             shutil.rmtree(path)
-        elif _OF_A_PACK.fullmatch(path.name):
+        else:
             path.unlink(missing_ok=True)
 
 
@@ -375,6 +382,7 @@ class _Joined:
 
 def _extract(folder: Path, manifest: Manifest, target: Path) -> None:
     target.mkdir(parents=True)
+    sizes: dict[Path, int] = {}
     joined: Any = _Joined([folder / piece.name for piece in manifest.pieces])
     try:
         with tarfile.open(fileobj=joined, mode="r|") as tar:
@@ -389,9 +397,13 @@ def _extract(folder: Path, manifest: Manifest, target: Path) -> None:
                     shutil.copyfileobj(source, file, CHUNK_BYTES)
                     file.flush()
                     os.fsync(file.fileno())
+                sizes[path] = member.size
     except tarfile.TarError as error:
         raise DamagedError(f"{folder}: the pieces are no tar ({error}); pack the run again") from None
     finally:
         joined.close()
-    if not (target / CONFIG).is_file() or not checkpoint_steps(target / CHECKPOINTS):
+    # Of two that unpack into one folder, either may have removed what the other had written.
+    if lost := [path for path, length in sizes.items() if not path.is_file() or path.stat().st_size != length]:
+        raise StorageError(f"{lost[0]}: gone while the run was unpacked; is another `tinypod runs unpack` under way?")
+    if not (target / CONFIG).is_file() or manifest.step not in checkpoint_steps(target / CHECKPOINTS):
         raise DamagedError(f"{folder}: the pieces hold no run with a checkpoint; pack the run again")

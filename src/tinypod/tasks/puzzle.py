@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError, model_validator
 from rich.console import Console
 
 from tinypod.config import Config
@@ -118,7 +118,15 @@ def recall_data(config: Any, dataset: Any) -> Opened:
 
 def described(dataset: Any) -> puzzles.DatasetInfo:
     """What `Task.dataset` says."""
-    return puzzles.DatasetInfo.model_validate_json(json.dumps(dataset))
+    try:
+        return puzzles.DatasetInfo.model_validate_json(json.dumps(dataset))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise DataError(
+            f"what is remembered of the dataset cannot be read ({where}: {first['msg']}): it may be of a newer "
+            "tinypod; update tinypod"
+        ) from None
 
 
 def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> Task:

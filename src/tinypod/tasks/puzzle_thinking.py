@@ -25,6 +25,7 @@ from tinypod.models import trm
 from tinypod.sharding import ANYWHERE, Placement
 
 TABLE = "puzzle_table"
+KNOWN = 20.0  # the halting logit of an answer that the rules have judged, or less this
 
 State = trm.Z | trm.SingleZ
 Rules = Callable[[Array, Array], Array]  # (answers [B, C, S], puzzles [B, S]) -> whether each solves its puzzle [B, C]
@@ -61,7 +62,9 @@ class Thought(NamedTuple):
     """After each step, the answer so far; and what all of it cost."""
 
     answers: Array  # tokens uint8 [N, B, S]
-    q: Array  # float32 [N, B, 2]: the halting logits of the chain that the answer is from, or that agrees with it most
+    # Float32 [N, B, 2]: the halting logits of the chain that the answer is from, or that agrees with it most; or what
+    # the rules say, where they choose.
+    q: Array
     cost: Array  # float32 [B]: steps of the model, over all chains
 
 
@@ -237,8 +240,9 @@ def choose(
             chain_B = jnp.where(jnp.any(valid_BC, axis=1), surest_B, chain_B)
         answers_BS = _take(answers_BCS, chain_B, axis=1)
     q_B2 = _take(q_BC2, chain_B, axis=1)
-    stops_B = stop_logit(q_B2, continues=continues) > 0 if valid_BC is None else jnp.any(valid_BC, axis=1)
-    return Choice(answers_BS, q_B2), stops_B
+    if valid_BC is not None:  # it is known now, whatever the model thinks of it
+        q_B2 = jnp.where(jnp.any(valid_BC, axis=1)[:, None], KNOWN, -KNOWN) * jnp.asarray([1.0, -1.0])[None]
+    return Choice(answers_BS, q_B2), stop_logit(q_B2, continues=continues) > 0
 
 
 def _vote(answers_BCS: Array, lead_BC: Array) -> tuple[Array, Array]:

@@ -193,6 +193,7 @@ def _search(folders: list[Path]) -> Iterator[tuple[str, tuple[str, Path]]]:
     for top in folders:
         inside = top.resolve()
         for here, below, files in os.walk(inside):
+            below[:] = [name for name in below if not name.startswith(".")]  # such as a run that is being unpacked
             folder = Path(here)
             if CONFIG in files and any(name in (*files, *below) for name in (METRICS, HEALTH, CHECKPOINTS)):
                 below.clear()

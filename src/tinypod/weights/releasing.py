@@ -14,6 +14,7 @@ from tinypod.runs.folder import Run
 from tinypod.runs.load import Loaded
 from tinypod.runs.metrics import MetricsLog
 from tinypod.runs.release import MOST_EXAMPLES, SUFFIX, About, Dtype, write_release
+from tinypod.runs.storage import is_remote, url_of
 from tinypod.runs.terminal import size
 from tinypod.tasks.puzzle import PuzzleTaskConfig, described
 
@@ -27,6 +28,8 @@ def release_run(run: Run, loaded: Loaded, out: Path, dtype: Dtype = "bfloat16", 
             f"--format release is for models of puzzles; this run's task is of kind {config.task.kind!r}; choose "
             "another format"
         )
+    if is_remote(out):
+        raise UserError(f"{url_of(out)}: a release is written to a local file; name one, and copy it there")
     if out.suffix != SUFFIX or out.is_dir():
         raise UserError(f"{out}: a release is a file called NAME{SUFFIX}")
     about = About(
