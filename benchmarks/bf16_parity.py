@@ -287,6 +287,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--at-once", type=int, default=4)
+    parser.add_argument("--within", type=float, default=math.inf, help="seconds after which no further run begins")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--clues", type=int)
     parser.add_argument("--small", action="store_true")
@@ -321,7 +322,8 @@ def main() -> None:
 
     def run(job: str) -> int:
         done = options.folder / f"{job.replace(':', '_')}.json"
-        if not done.exists():
+        late = (datetime.datetime.now(datetime.UTC) - started).total_seconds() > options.within
+        if not done.exists() and not late:
             with open(done.with_suffix(".log"), "w") as log:
                 command = [sys.executable, __file__, *sys.argv[1:], "--one", job]
                 failed = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False).returncode
