@@ -35,6 +35,7 @@ from tinypod.runs.status import checkpoint_steps
 from tinypod.runs.terminal import counting, say, size
 
 MANIFEST = "manifest.json"
+UNPACKING = ".unpacking"  # how the name of a run ends that is no run yet; it begins with a dot, and lists pass over it
 PIECE = "16MiB"
 SMALLEST_BYTES, LARGEST_BYTES = 1 << 10, 1 << 30  # one piece at a time is held in memory
 CHUNK_BYTES = 1 << 20
@@ -145,7 +146,7 @@ def unpack(pieces: Path, target: Path, console: Console) -> Manifest:
     with counting(console, "checking the pieces (KiB)", manifest.size_bytes >> 10) as progress:
         _check_pieces(pieces, manifest, progress)
     target = target.absolute()
-    unfinished = target.with_name(f".{target.name}.unpacking")  # a name that `runs list` passes over
+    unfinished = target.with_name(f".{target.name}{UNPACKING}")
     with storage.explained(target):
         try:
             shutil.rmtree(unfinished, ignore_errors=True)

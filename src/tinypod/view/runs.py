@@ -20,6 +20,7 @@ from tinypod.runs import listing, status, storage
 from tinypod.runs.description import Description
 from tinypod.runs.folder import CHECKPOINTS, CONFIG, HEALTH, Run
 from tinypod.runs.metrics import FILE as METRICS
+from tinypod.runs.pieces import UNPACKING
 from tinypod.runs.release import Release, open_release, shipped
 
 MAX_DEPTH = 4  # folders below the one named: studies/NAME/runs/RUN
@@ -193,7 +194,7 @@ def _search(folders: list[Path]) -> Iterator[tuple[str, tuple[str, Path]]]:
     for top in folders:
         inside = top.resolve()
         for here, below, files in os.walk(inside):
-            below[:] = [name for name in below if not name.startswith(".")]  # such as a run that is being unpacked
+            below[:] = [name for name in below if not name.endswith(UNPACKING)]
             folder = Path(here)
             if CONFIG in files and any(name in (*files, *below) for name in (METRICS, HEALTH, CHECKPOINTS)):
                 below.clear()
