@@ -3,7 +3,16 @@ person, the supervisor, a pod's scheduler) knows whether starting it again can h
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+
+def first_message(error: "ValidationError") -> str:
+    """Where in a file, and what, the first of its faults is."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'file'}: {first['msg']}"
 
 
 class UserError(ValueError):

@@ -14,7 +14,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ValidationError
 
-from tinypod.health.heartbeat import first_message
+from tinypod.errors import first_message
 
 FILE = "goodput.json"
 LOST, DOWN = "lost", "down"  # the kinds besides the phases

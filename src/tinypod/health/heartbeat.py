@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from tinypod.errors import first_message
 from tinypod.runs.storage import replace_file
 from tinypod.runs.terminal import duration
 
@@ -83,11 +84,6 @@ def read_heartbeat(folder: Path, process: int) -> Heartbeat:
     except OSError as error:
         why = str(error)
     return beat if why is None else Heartbeat(process=process, unreadable=why)
-
-
-def first_message(error: ValidationError) -> str:
-    first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'file'}: {first['msg']}"
 
 
 def suspects(beats: list[Heartbeat], count: int, now: float) -> list[str]:

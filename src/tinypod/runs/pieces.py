@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 from rich.console import Console
 
 from tinypod import __version__
-from tinypod.errors import CheckpointError, DamagedError, StorageError, UserError
+from tinypod.errors import CheckpointError, DamagedError, StorageError, UserError, first_message
 from tinypod.runs import storage
 from tinypod.runs.folder import CHECKPOINTS, CONFIG, Run
 from tinypod.runs.listing import read as read_run
@@ -168,9 +168,7 @@ def read_manifest(pieces: Path) -> Manifest:
             "either packing was cut off, or it has not been copied yet"
         ) from None
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise DamagedError(f"{path}: not a manifest of a packed run ({where}: {first['msg']}); copy it again") from None
+        raise DamagedError(f"{path}: not a manifest of a packed run ({first_message(error)}); copy it again") from None
 
 
 def _pick_step(run: Run, wanted: str) -> int:

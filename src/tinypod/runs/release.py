@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tinypod import config as configs
-from tinypod.errors import UserError
+from tinypod.errors import UserError, first_message
 from tinypod.runs import storage
 from tinypod.runs.folder import CONFIG, Run, open_run
 from tinypod.runs.headline import Metric
@@ -116,10 +116,7 @@ def open_release(path: Path) -> Release:
         if found == VERSION:
             return Release(path, About.model_validate(tree))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        first = f"{'.'.join(map(str, error.errors()[0]['loc']))}: " if isinstance(error, ValidationError) else ""
-        raise UserError(
-            f"{path}: its metadata are not those of a release ({first}{_line(error)}); {_again()}"
-        ) from None
+        raise UserError(f"{path}: its metadata are not those of a release ({_line(error)}); {_again()}") from None
     raise UserError(f"{path}: a release of version {found!r}, and this tinypod reads version {VERSION}; update tinypod")
 
 
@@ -172,5 +169,5 @@ def _again() -> str:
 
 def _line(error: Exception) -> str:
     if isinstance(error, ValidationError):
-        return str(error.errors()[0]["msg"])
+        return first_message(error)
     return str(error).splitlines()[0] if str(error) else type(error).__name__

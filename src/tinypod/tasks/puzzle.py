@@ -22,7 +22,7 @@ from rich.console import Console
 from tinypod.config import Config
 from tinypod.data import fetch, puzzles
 from tinypod.data.views import IGNORED_LABEL, MOST_EXAMPLES, Sampler, View, device_arrays, draw_examples, sudoku_view
-from tinypod.errors import ConfigError, DataError
+from tinypod.errors import ConfigError, DataError, first_message
 from tinypod.models import trm
 from tinypod.runs.storage import is_remote
 from tinypod.sharding import ANYWHERE, Placement, replicated
@@ -121,11 +121,9 @@ def described(dataset: Any) -> puzzles.DatasetInfo:
     try:
         return puzzles.DatasetInfo.model_validate_json(json.dumps(dataset))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
         raise DataError(
-            f"what is remembered of the dataset cannot be read ({where}: {first['msg']}): it may be of a newer "
-            "tinypod; update tinypod"
+            f"what is remembered of the dataset cannot be read ({first_message(error)}): it may be of a newer tinypod; "
+            "update tinypod"
         ) from None
 
 
