@@ -1,15 +1,16 @@
 """The fused kernels beside the plain formulas, on the GPU at hand: how far each is from float32, and its time.
 
     python benchmarks/kernels.py
+    python benchmarks/kernels.py --layers "token mixing, normalised" "channel MLP, normalised"
 
-The rows of the normalised gate (`model.gate=normalised`) follow those of SwiGLU; "Mosaic" is token mixing with
-`hopper_mixing.NORMALISED` on, where that has kernels of its own for the shape. A formula that fails has the reason in
+The rows of the normalised gate (`model.gate=normalised`) follow those of SwiGLU. A formula that fails has the reason in
 its row, and the others go on.
 
 Errors are relative, over the output and each gradient together the largest, in bfloat16 against the plain formula in
 float32 on the same inputs. Times are medians of rounds of twenty calls, forward alone and with the backward pass.
 """
 
+import argparse
 import datetime
 import statistics
 import time
@@ -22,7 +23,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from tinypod import sharding
-from tinypod.kernels import hopper_mixing
 from tinypod.models import layers
 from tinypod.sharding import ANYWHERE, MeshConfig, Placement
 
@@ -95,11 +95,6 @@ def median_ms(run: Callable[..., Any], *inputs: Any) -> float:
     return 1e3 * statistics.median(times)
 
 
-def has_mosaic(case: Case, x: Array) -> bool:
-    down: Any = jax.ShapeDtypeStruct((case.inner, case.positions), jnp.float32)
-    return hopper_mixing.suits(down, x, normalised=True)
-
-
 def measured(function: Callable[..., Array], weights: Any, x: Array, given: Array, truth: Any) -> str:
     found = with_gradients(function)(weights, x, given)
     forward = median_ms(jax.jit(function), weights, x)
@@ -108,12 +103,15 @@ def measured(function: Callable[..., Array], weights: Any, x: Array, given: Arra
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
+    asked = parser.parse_args().layers
     here = sharding.place(sharding.make_mesh(MeshConfig(devices=1)), {})
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {datetime.date.today()}; kernels: {here.kernels}\n")
     print(
         "| layer | batch × positions × width | formula | error | ms forward | ms with backward |\n" + "|---" * 6 + "|"
     )
-    for name, build in LAYERS.items():
+    for name, build in ((name, LAYERS[name]) for name in asked):
         for case in CASES:
             if (name == "attention" and not case.heads) or (name.startswith("channel MLP") and case.width % 256):
                 continue
@@ -122,10 +120,7 @@ def main() -> None:
             weights, plain = build(case, ANYWHERE)
             with jax.default_matmul_precision("highest"):
                 truth = with_gradients(plain)(weights, x.astype(jnp.float32), given.astype(jnp.float32))
-            for label, placement in (("plain", ANYWHERE), ("fused", here), ("Mosaic", here)):
-                hopper_mixing.NORMALISED = label == "Mosaic"
-                if label == "Mosaic" and not (name == "token mixing, normalised" and has_mosaic(case, x)):
-                    continue
+            for label, placement in (("plain", ANYWHERE), ("fused", here)):
                 print(f"| {name} | {' × '.join(map(str, shape))} | {label} | ", end="", flush=True)
                 try:
                     print(measured(build(case, placement)[1], weights, x, given, truth), flush=True)

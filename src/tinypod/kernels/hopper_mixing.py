@@ -12,7 +12,7 @@ the consumers arrive once they have read them and the fetching warpgroup waits b
 Both sides count the steps over all blocks, so that a step's slot is its number modulo the slots, and each completed
 barrier is awaited, to the last one, before the kernel ends.
 
-The normalised gate adds to them what token_mixing.py says of it. No GPU has run that part yet: see NORMALISED.
+The normalised gate adds to them what token_mixing.py says of it.
 
 Shape letters: B batch, T positions, D width, F inner width; of a window R rows, of which the first N hold any shifted
 example; of a warpgroup's tile C channels and I inner units.
@@ -33,9 +33,6 @@ from jax.experimental.pallas import mosaic_gpu as mg
 from tinypod.kernels.calling import stating_cost
 
 LOWERS = jax.__version_info__ >= (0, 11)  # before, Mosaic GPU does not load what is tiled and transposed
-# Whether they are used with the normalised gate; else Triton's are. To become True when `benchmarks/kernels.py` has
-# shown on a GPU that they are right and faster.
-NORMALISED = False
 MULTIPROCESSORS = 132  # of an H100 or H200; where there are fewer, some blocks wait for the others
 ROWS = 128
 CHANNELS = 64  # of a warpgroup's tile, and as many inner units: a row of 128 bytes, which is the widest swizzle
@@ -52,22 +49,21 @@ load: Any = mg.load  # of any type: that of jax 0.10 wants an index
 COMPILER = mg.CompilerParams(approx_math=True)  # for tanh, as in token_mixing.py
 
 
-def suits(down_FT: Array, x_BTD: Array, normalised: bool = False) -> bool:
+def suits(down_FT: Array, x_BTD: Array) -> bool:
     """Triton's kernels pad 64 positions or fewer to fewer rows, and have smaller blocks where these are too few to give
     each multiprocessor one."""
     (B, T, D), F = x_BTD.shape, down_FT.shape[0]
     aligned = B * T % 8 == 0 and D % (GROUPS * CHANNELS) == 0 and F % CHANNELS == 0
     enough = F // CHANNELS > FORWARD_SLOTS and _Blocks(B, T, D).total >= MULTIPROCESSORS
-    lowers = LOWERS and (NORMALISED or not normalised)
-    return lowers and x_BTD.dtype == jnp.bfloat16 and 64 < T <= ROWS - 7 and aligned and enough
+    return LOWERS and x_BTD.dtype == jnp.bfloat16 and 64 < T <= ROWS - 7 and aligned and enough
 
 
-def weight_splits(down_FT: Array, x_BTD: Array, normalised: bool = False) -> int | None:
+def weight_splits(down_FT: Array, x_BTD: Array) -> int | None:
     """Among how many thread blocks the examples are shared for each tile of inner units: a multiple of 8, so that each
     has examples of one shift. None where these shapes have no such kernel: half of the multiprocessors would be idle,
     or the sums of so many positions do not fit the registers."""
     (B, T, _), tiles = x_BTD.shape, down_FT.shape[0] // CHANNELS
-    if not suits(down_FT, x_BTD, normalised) or _shifted_rows(T) > 104:
+    if not suits(down_FT, x_BTD) or _shifted_rows(T) > 104:
         return None
     most = MULTIPROCESSORS // tiles
     splits = next((splits for splits in range(most - most % 8, 0, -8) if B % splits == 0), 0)

@@ -108,7 +108,7 @@ def _forward(
     if not interpret:
         from tinypod.kernels import hopper_mixing  # on a Hopper GPU alone: Mosaic GPU takes half a second to import
 
-        if hopper_mixing.suits(down_FT, x_BTD, gate_epsilon is not None):
+        if hopper_mixing.suits(down_FT, x_BTD):
             kernel = _unless_packed(partial(hopper_mixing.forward, **settings), kernel)
     return kernel(gate_up_T2F, down_FT, x_BTD)
 
@@ -120,7 +120,7 @@ def _backward(gate_up_T2F: Array, down_FT: Array, x_BTD: Array, *given: Array, i
     if not interpret:
         from tinypod.kernels import hopper_mixing
 
-        if hopper_mixing.suits(down_FT, x_BTD, len(given) > 3):
+        if hopper_mixing.suits(down_FT, x_BTD):
             kernel = _unless_packed(hopper_mixing.backward, kernel)
     return kernel(gate_up_T2F, down_FT, x_BTD, *given)
 
@@ -133,7 +133,7 @@ def _weight_gradients(
     if not interpret:
         from tinypod.kernels import hopper_mixing
 
-        if splits := hopper_mixing.weight_splits(down_FT, x_BTD, len(given) > 1):
+        if splits := hopper_mixing.weight_splits(down_FT, x_BTD):
             kernel = _unless_packed(partial(hopper_mixing.weight_gradients, splits=splits), kernel)
     return kernel(gate_up_T2F, down_FT, x_BTD, *given)
 
