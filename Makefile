@@ -52,7 +52,7 @@ lint: .venv/dev
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/pytest --numprocesses 2 --dist worksteal -m "not slow"
+	$(BIN)/pytest --numprocesses 2 --dist worksteal --durations 20 -m "not slow"
 
 test-all: lint
 	$(BIN)/pytest --numprocesses 2 --dist worksteal

@@ -41,6 +41,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     jax.clear_caches()
 
 
+@pytest.mark.slow
 def test_the_kernels_are_the_formulas(interpreted: None) -> None:
     gate_up, down, x = make(batch=4)
     x = x.reshape(-1, x.shape[2])
@@ -57,6 +58,7 @@ def test_the_kernels_are_the_formulas(interpreted: None) -> None:
     assert error(gated_product.gated_gradient(down, dy, found[1]), exact) < 1.2 * error(expected, exact) < 0.01
 
 
+@pytest.mark.slow
 def test_the_kernels_of_a_normalised_gate_are_the_formulas(interpreted: None) -> None:
     """Besides what they compute for SwiGLU, a row's sums of squares, and what the row's scale adds to its gradient."""
     gate_up, down, x = make(batch=4)

@@ -225,6 +225,7 @@ def test_forward_and_backward_are_the_formula(gate: layers.Gate, interpreted: No
     assert error(along[0], -jnp.sum(exact_dr * added(x), axis=1) * scale**2 / F) < 0.05
 
 
+@pytest.mark.slow
 @GATES
 def test_the_gradient_of_the_weights_is_that_of_either_gate(gate: layers.Gate, interpreted: None) -> None:
     """`along` is the gradient of each half square of gate · up, one number for each example and channel."""

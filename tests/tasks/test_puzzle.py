@@ -103,7 +103,7 @@ def test_both_nets_lie_split_and_are_made_whole_layer_by_layer(data: Path) -> No
         pytest.param(tuple(ABLATIONS.values()), id="all of them"),
         *(pytest.param((override,), id=name, marks=pytest.mark.slow) for name, override in ABLATIONS.items()),
         pytest.param(("optimizer={kind: lion, learning_rate: 1e-4}",), id="lion", marks=pytest.mark.slow),
-        pytest.param((MUON,), id="muon"),
+        pytest.param((MUON,), id="muon", marks=pytest.mark.slow),
     ],
 )
 def test_it_resumes_to_the_bit(data: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
@@ -135,6 +135,7 @@ def test_muon_has_the_matrices_of_the_layers_and_adam_the_rest(data: Path, mixin
     assert "f64" not in text
 
 
+@pytest.mark.slow
 def test_muon_trains_and_any_mesh_gives_what_one_device_gives(data: Path) -> None:
     _, sums = run(data, MUON, steps=30)
     losses = [float(each["loss"] / each["weight"]) for each in sums]
