@@ -202,6 +202,10 @@ def test_puzzles_are_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "there already" in capsys.readouterr().out
     with pytest.raises(tinypod.UserError, match="already holds a dataset"):
         make(6)
+    for _ in range(2):
+        tinypod.make_sudoku(tmp_path / "c", box=(2, 2), clues=(6, 8), train_size=5, test_size=3)
+    assert "c: the puzzles are there already" in capsys.readouterr().out
+    assert "clues 6-8" in (tmp_path / "c" / "dataset.json").read_text()
 
 
 def test_an_interrupt_saves_and_the_next_call_resumes(data: Path, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def make_sudoku(
     folder: str | Path,
     *,
     box: tuple[int, int] = (3, 3),
-    clues: int | None = None,
+    clues: int | tuple[int, int] | None = None,
     train_size: int = 1000,
     test_size: int = 1000,
     holdout: int = 0,
@@ -72,16 +72,17 @@ def make_sudoku(
 ) -> Path:
     """Make up Sudokus with exactly one solution each, as `tinypod data sudoku --generate` does; the dataset's folder.
 
-    `box` is its rows and columns: (3, 3) is the usual 9×9, (2, 3) a 6×6, (2, 2) a 4×4. `clues`: at least this many;
-    default: as few as can be. `holdout`: a third split of so many. Where the folder holds these very puzzles already,
-    nothing is done.
+    `box` is its rows and columns: (3, 3) is the usual 9×9, (2, 3) a 6×6, (2, 2) a 4×4. `clues`: at least this many,
+    or the fewest and the most, each number between them as likely; default: as few as can be. `holdout`: a third split
+    of so many. Where the folder holds these very puzzles already, nothing is done.
     """
     out, console = Path(folder), _console()
+    asked = (clues, clues) if isinstance(clues, int) else clues
     if (out / "dataset.json").exists():
         info = puzzles.read_info(out)
         rows = {name: split.rows for name, split in info.splits.items()}
         wanted = {"train": train_size, "test": test_size} | ({"holdout": holdout} if holdout else {})
-        if info.origin == build.generated(box, clues, seed, holdout) and rows == wanted:
+        if info.origin == build.generated(box, asked, seed, holdout) and rows == wanted:
             say(console, f"{out}: the puzzles are there already")
             return out
     info = build.build_sudoku(
@@ -93,7 +94,7 @@ def make_sudoku(
         test_size=test_size,
         holdout=holdout,
         box=box,
-        clues=clues,
+        clues=asked,
         seed=seed,
         console=console,
     )

@@ -209,6 +209,8 @@ def test_data_sudoku_reads_csvs(tmp_path: Path) -> None:
     assert "--clues 40: with --box 2x3 a grid has 36 cells; expected at most 35" in refused(
         "data", "sudoku", tmp_path / "e", "--generate", "--box", "2x3", "--clues", 40
     )
+    for clues, said in [("36-24", "write 24-36"), ("24-", "or a range, like 24-36"), ("0", "expected a number")]:
+        assert said in refused("data", "sudoku", tmp_path / "e", "--generate", "--clues", clues)
     assert "expected rows x columns" in refused("data", "sudoku", tmp_path / "e", "--generate", "--box", "three")
     bad = [*lines[:3], lines[3].replace(sudoku.format_puzzle(made.questions[3]), "." * 81)]
     (tmp_path / "train.csv").write_text("\n".join(["source,question,answer,rating", *bad]) + "\n")

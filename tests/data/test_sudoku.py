@@ -145,13 +145,26 @@ def test_many_generated_puzzles_are_minimal():
 
 
 def test_generated_puzzles_have_the_clues_asked_for():
-    puzzles = sudoku_generator.generate((3, 3), 20, seed=5, clues=40)
+    puzzles = sudoku_generator.generate((3, 3), 20, seed=5, clues=(40, 40))
     clues = (puzzles.questions > 0).sum(1)
     assert (clues == 40).all()  # no minimal 9 x 9 puzzle known has more
     assert not ((puzzles.questions != 0) & (puzzles.questions != puzzles.answers)).any()
     minimal = sudoku_generator.generate((3, 3), 20, seed=5)
     np.testing.assert_array_equal(minimal.answers, puzzles.answers)
     assert ((minimal.questions == 0) | (minimal.questions == puzzles.questions)).all()
+
+
+def test_clues_of_a_range_are_each_as_likely_and_are_the_sources():
+    puzzles = sudoku_generator.generate((2, 3), 600, seed=3, clues=(16, 20))
+    clues = (puzzles.questions > 0).sum(1)
+    assert puzzles.sources == [f"{number}_clues" for number in clues]
+    counts = np.bincount(clues)
+    assert counts[:16].sum() == 0
+    assert len(counts) == 21  # no minimal 6 x 6 puzzle has more
+    assert abs(counts[16:] - 120).max() < 5 * np.sqrt(600 * 0.2 * 0.8)  # 5 sigma
+    fewest = sudoku_generator.generate((2, 3), 600, seed=3, clues=(16, 16))
+    np.testing.assert_array_equal(fewest.answers, puzzles.answers)
+    assert ((fewest.questions == 0) | (fewest.questions == puzzles.questions)).all()  # the same puzzles, and more given
 
 
 def test_generation_depends_on_seed_and_attempt_only():
@@ -204,7 +217,13 @@ def test_generation_reports_progress_and_refuses_nonsense():
     sudoku_generator.generate((2, 3), 300, seed=0, progress=done.append)
     assert sum(done) == 300
     assert len(done) > 1
-    for box, count, clues in [((3, 3), 0, None), ((3, 3), 1, 82), ((4, 5), 1, None), ((4, 4), 1, None)]:
+    for box, count, clues in [
+        ((3, 3), 0, None),
+        ((3, 3), 1, (82, 82)),
+        ((3, 3), 1, (30, 29)),
+        ((4, 5), 1, None),
+        ((4, 4), 1, None),
+    ]:
         with pytest.raises(DataError, match="expected"):
             sudoku_generator.generate(box, count, seed=0, clues=clues)
 
@@ -215,7 +234,7 @@ def test_generation_reports_progress_and_refuses_nonsense():
 @settings(deadline=None, max_examples=100)
 @given(box=st.sampled_from([*BOXES, (3, 2), (1, 5)]), seed=st.integers(0, 10_000), clues=st.integers(0, 12))
 def test_signatures_of_symmetric_copies_agree(box, seed, clues):
-    question = sudoku_solver.generate_batch(box, seed, 0, 1, clues)[0][0]
+    question = sudoku_solver.generate_batch(box, seed, 0, 1, (clues, clues))[0][0]
     copy = random_symmetry(question, box, np.random.default_rng(seed))
     a, b = sudoku.signatures(np.stack([question, copy]), box)
     assert a == b
@@ -236,7 +255,9 @@ def canonical_4x4(grid):
 
 
 def test_signatures_against_canonical_forms():
-    questions = np.concatenate([sudoku_solver.generate_batch((2, 2), 7, 0, 150, clues)[0] for clues in (0, 6, 8)])
+    questions = np.concatenate(
+        [sudoku_solver.generate_batch((2, 2), 7, 0, 150, (clues, clues))[0] for clues in (0, 6, 8)]
+    )
     canonical = [canonical_4x4(question) for question in questions]
     by_form, by_signature = {}, {}
     for form, signature in zip(canonical, sudoku.signatures(questions, (2, 2)).tolist(), strict=True):
@@ -498,7 +519,7 @@ def in_plain_python(code: str) -> str:
 SHOW = """
 import hashlib
 from tinypod.data import sudoku_generator, sudoku_solver
-for box, count, clues in [((1, 2), 1, None), ((2, 2), 20, None), ((2, 3), 60, 20), ((3, 3), 3, None)]:
+for box, count, clues in [((1, 2), 1, None), ((2, 2), 20, None), ((2, 3), 60, (20, 25)), ((3, 3), 3, None)]:
     made = sudoku_generator.generate(box, count, seed=2**64 - 5, clues=clues)
     fewer = made.questions.copy()
     fewer[:, :3] = 0
@@ -546,7 +567,7 @@ def test_names_that_look_like_markup_are_printed_as_they_are(tmp_path, puzzles):
 @pytest.mark.parametrize("generate", [False, True])
 def test_a_holdout_is_of_the_training_file_and_changes_no_other_split(tmp_path, puzzles, generate):
     csvs = {} if generate else {f"{name}_csv": write(tmp_path / name, rows_of(puzzles)) for name in ("train", "test")}
-    options = {"train_csv": None, "test_csv": None, "clues": 12 if generate else None} | csvs
+    options = {"train_csv": None, "test_csv": None, "clues": (12, 12) if generate else None} | csvs
 
     def make(name, seed, holdout=4):
         console = Console(file=io.StringIO())

@@ -31,8 +31,10 @@ def data_sudoku(
         str, typer.Option(help="Rows x columns of a box: 3x3 is the usual 9×9, 2x3 a 6×6, 2x2 a 4×4.")
     ] = "3x3",
     clues: Annotated[
-        int | None,
-        typer.Option(min=1, help="With --generate: at least this many clues; default: as few as can be."),
+        str | None,
+        typer.Option(
+            help="With --generate: at least this many clues, or a range like 24-36; default: as few as can be."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Chooses the subsample, or the puzzles made up.")] = 0,
 ) -> None:
@@ -55,7 +57,7 @@ def data_sudoku(
         test_size=test_size,
         holdout=holdout,
         box=build.parse_box(box),
-        clues=clues,
+        clues=None if clues is None else build.parse_clues(clues),
         seed=seed,
         console=console,
     )

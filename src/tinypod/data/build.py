@@ -7,7 +7,7 @@ import numpy as np
 from rich.console import Console
 
 from tinypod.data import puzzles, sudoku, sudoku_csv
-from tinypod.data.sudoku import Box, Puzzles
+from tinypod.data.sudoku import Box, Clues, Puzzles
 from tinypod.errors import UserError
 from tinypod.runs.terminal import counting, say
 
@@ -21,6 +21,13 @@ def parse_box(text: str) -> Box:
     return int(match[1]), int(match[2])
 
 
+def parse_clues(text: str) -> Clues:
+    match = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", text)
+    if not match:
+        raise UserError(f"--clues {text}: expected a number, like 30, or a range, like 24-36")
+    return int(match[1]), int(match[2] or match[1])
+
+
 def build_sudoku(
     out: Path,
     *,
@@ -30,7 +37,7 @@ def build_sudoku(
     train_size: int,
     test_size: int | None,
     box: Box,
-    clues: int | None,
+    clues: Clues | None,
     seed: int,
     console: Console,
     holdout: int = 0,
@@ -43,9 +50,12 @@ def build_sudoku(
     if clues is not None and not generate:
         raise UserError("--clues goes with --generate only: puzzles that are read keep their clues")
     cells = sudoku.side_of(box) ** 2
-    if clues is not None and clues >= cells:
+    if clues is not None and clues[0] > clues[1]:
+        raise UserError(f"--clues {_text(clues)}: the first number is the larger one; write {clues[1]}-{clues[0]}")
+    if clues is not None and clues[1] >= cells:
         raise UserError(
-            f"--clues {clues}: with --box {box[0]}x{box[1]} a grid has {cells} cells; expected at most {cells - 1}"
+            f"--clues {_text(clues)}: with --box {box[0]}x{box[1]} a grid has {cells} cells; "
+            f"expected at most {cells - 1}"
         )
     if (train_csv is None) != (test_csv is None):
         raise UserError("give both --train-csv and --test-csv, or neither")
@@ -72,9 +82,14 @@ def build_sudoku(
     return puzzles.write_dataset(out, info, splits)
 
 
-def generated(box: Box, clues: int | None, seed: int, holdout: int = 0) -> str:
+def generated(box: Box, clues: Clues | None, seed: int, holdout: int = 0) -> str:
     """The origin of a dataset that was made up."""
-    return f"generated: box {box[0]}x{box[1]}, clues {clues or 'minimal'}, seed {seed}{_more(holdout)}"
+    asked = _text(clues) if clues else "minimal"
+    return f"generated: box {box[0]}x{box[1]}, clues {asked}, seed {seed}{_more(holdout)}"
+
+
+def _text(clues: Clues) -> str:
+    return str(clues[0]) if clues[0] == clues[1] else f"{clues[0]}-{clues[1]}"
 
 
 def _more(holdout: int) -> str:
@@ -99,7 +114,7 @@ def _warn_if_slow(box: Box, console: Console) -> None:
         )
 
 
-def _generate(box: Box, sizes: dict[str, int], clues: int | None, seed: int, console: Console) -> dict[str, Puzzles]:
+def _generate(box: Box, sizes: dict[str, int], clues: Clues | None, seed: int, console: Console) -> dict[str, Puzzles]:
     """All splits in one go, one after the other: no two puzzles are symmetric copies of each other."""
     from tinypod.data import sudoku_generator
 

@@ -14,6 +14,7 @@ import numpy as np
 from tinypod.errors import DataError
 
 Box = tuple[int, int]
+Clues = tuple[int, int]  # of a generated puzzle: the fewest and the most
 Progress = Callable[[int], object]  # called with the rows or puzzles done since the last call
 
 SYMBOLS = ".123456789ABCDEFG"

@@ -5,20 +5,22 @@ Importing this module imports numba, which is slow: import it inside functions.
 
 import numpy as np
 
-from tinypod.data.sudoku import Box, Progress, Puzzles, side_of, signatures
+from tinypod.data.sudoku import Box, Clues, Progress, Puzzles, side_of, signatures
 from tinypod.data.sudoku_solver import generate_batch
 from tinypod.errors import DataError
 
 PATIENCE = 2000  # attempts in a row that bring no new puzzle before `generate` gives up
 
 
-def generate(box: Box, count: int, seed: int, clues: int | None = None, progress: Progress | None = None) -> Puzzles:
+def generate(box: Box, count: int, seed: int, clues: Clues | None = None, progress: Progress | None = None) -> Puzzles:
     """Makes `count` puzzles with one solution, no two with the same signature.
 
-    They are minimal (no clue can go); with `clues`, random cells of the answer then make up that many.
+    They are minimal (no clue can go); with `clues`, random cells of the answer then make up a number between the two,
+    each as likely. Where these differ, a puzzle's source says how many clues it has.
     """
     side = side_of(box)
-    if count < 1 or (clues is not None and not 0 <= clues <= side * side):
+    fewest, most = clues or (0, 0)
+    if count < 1 or not 0 <= fewest <= most <= side * side:
         raise DataError(f"count {count}, clues {clues}: expected 1 puzzle or more, 0 to {side * side} clues")
     if side > 12:
         raise DataError(f"side {side}: expected at most 12, as minimal puzzles take too long to prove beyond that")
@@ -26,7 +28,7 @@ def generate(box: Box, count: int, seed: int, clues: int | None = None, progress
     attempt = misses = 0
     while len(kept) < count:
         size = min(count - len(kept) + 16, 256)  # each puzzle depends on (seed, attempt), never on this
-        made = generate_batch(box, seed, attempt, size, clues or 0)
+        made = generate_batch(box, seed, attempt, size, (fewest, most))
         attempt += size
         before = len(kept)
         for signature, *puzzle in zip(signatures(made[0], box).tolist(), *made, strict=True):
@@ -42,7 +44,10 @@ def generate(box: Box, count: int, seed: int, clues: int | None = None, progress
         if progress:
             progress(len(kept) - before)
     questions, answers, ratings = (np.stack(column) for column in zip(*kept.values(), strict=True))
-    return Puzzles(questions, answers, ["generated"] * count, ratings)
+    sources = ["generated"] * count
+    if fewest < most:
+        sources = [f"{number}_clues" for number in (questions > 0).sum(1)]
+    return Puzzles(questions, answers, sources, ratings)
 
 
 def make_one(box: Box, number: int, seed: int = 0) -> np.ndarray:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinypod.data.sudoku import Box, unit_cells
+from tinypod.data.sudoku import Box, Clues, unit_cells
 
 try:
     from numba import njit
@@ -225,7 +225,7 @@ def _shuffle(order, rng):
 
 
 @_compiled
-def _make(blank, seed, attempt, rng, no_rng, units, peers, clues):
+def _make(blank, seed, attempt, rng, no_rng, units, peers, fewest, most):
     """A puzzle and its answer as states, and its rating; -1 marks an attempt given up."""
     rng[0] = _mix((_mix(seed ^ SEED) + attempt) & MASK)
     found, _, answer = _search(blank, units, peers, 1, MAX_GUESSES, rng)
@@ -242,10 +242,12 @@ def _make(blank, seed, attempt, rng, no_rng, units, peers, clues):
             return blank, blank, -1
         if found == 0:
             puzzle[cell] = blank[cell]
-    missing = clues
+    missing = fewest
     for cell in order:
         missing -= puzzle[cell] != blank[cell]
     _shuffle(order, rng)
+    if most > fewest:
+        missing += _random_below(rng, most - fewest + 1)
     for cell in order:
         if missing > 0 and puzzle[cell] == blank[cell]:
             puzzle[cell] = answer[cell]
@@ -255,14 +257,17 @@ def _make(blank, seed, attempt, rng, no_rng, units, peers, clues):
 
 
 def generate_batch(
-    box: Box, seed: int, first: int, num: int, clues: int = 0
+    box: Box, seed: int, first: int, num: int, clues: Clues = (0, 0)
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Puzzles, answers and ratings of attempts first..first+num-1; rating -1 marks one given up on."""
+    """Puzzles, answers and ratings of attempts first..first+num-1; rating -1 marks one given up on.
+
+    `clues`: the fewest and the most that a minimal puzzle is filled up to; a number between them for each.
+    """
     full = 2 ** (box[0] * box[1]) - 1
     blank = _native(np.full((box[0] * box[1]) ** 2, full, np.int32))
     rng, no_rng = _native(np.zeros(1, np.uint64)), _native(np.zeros(0, np.uint64))
     made = [
-        _make(blank, UINT(seed % 2**64), UINT(attempt), rng, no_rng, *_tables(box), clues)
+        _make(blank, UINT(seed % 2**64), UINT(attempt), rng, no_rng, *_tables(box), *clues)
         for attempt in range(first, first + num)
     ]
     puzzles, answers, ratings = zip(*made, strict=True)
