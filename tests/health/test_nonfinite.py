@@ -105,6 +105,7 @@ def test_a_state_that_cannot_be_saved_by_rollbacks_ends_the_run(data: Path, tmp_
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_no_checkpoint_from_among_bad_steps_takes_the_place_of_a_good_one(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +115,7 @@ def test_no_checkpoint_from_among_bad_steps_takes_the_place_of_a_good_one(
     assert "back from step 12 to step 4" in trained(data, tmp_path / "run", *few)  # which knew of 11 while it took 12
 
 
+@pytest.mark.slow
 def test_a_rollback_to_the_beginning_keeps_weights_that_were_given(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,6 +101,7 @@ def gradients(function: Any, *given: jax.Array) -> tuple[jax.Array, ...]:
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*given)
 
 
+@pytest.mark.slow
 @GATES
 @pytest.mark.parametrize(
     ("rows", "devices"),

@@ -48,9 +48,9 @@ def with_gradients(
 SHAPES = [
     (3, 97, 64, 32),
     (2, 97, 200, 64),  # channels that do not fill their last block
-    (2, 37, 48, 96),
-    (5, 3, 16, 16),
-    (1, 128, 32, 48),
+    pytest.param((2, 37, 48, 96), marks=pytest.mark.slow),
+    pytest.param((5, 3, 16, 16), marks=pytest.mark.slow),
+    pytest.param((1, 128, 32, 48), marks=pytest.mark.slow),
 ]
 
 

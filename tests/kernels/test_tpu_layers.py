@@ -54,7 +54,10 @@ def assert_close(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("length", "batch"), [(97, 3), (37, 8), (16, 4), (9, 1), (9, 11)])
+@pytest.mark.parametrize(
+    ("length", "batch"),
+    [(97, 3), (37, 8), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in [(16, 4), (9, 1), (9, 11)])],
+)
 def test_the_kernels_are_the_half_layers(kind: str, length: int, batch: int) -> None:
     """Also where the last block of examples is not full: what is behind the last one adds nothing to a gradient."""
     given = make(kind, length, batch)
@@ -71,7 +74,7 @@ def test_a_wide_token_mlp_takes_some_channels_at_a_time(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("length", [97, 37])
+@pytest.mark.parametrize("length", [97, pytest.param(37, marks=pytest.mark.slow)])
 def test_in_bfloat16_they_are_as_near_to_float32_as_the_plain_formulas(kind: str, length: int) -> None:
     gate_up, down, x, dy = make(kind, length, 3, "bfloat16")
     gate_up, down = (weight.astype(jnp.bfloat16).astype(jnp.float32) for weight in (gate_up, down))
@@ -133,6 +136,7 @@ def test_what_suits_them(
     assert choose() is suited
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [{}, {"unroll": False}, {"one_step_gradient": True}, {"remat": True}])
 def test_a_step_with_them_is_a_step_without(overrides: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     config = trm.TrmConfig(

@@ -66,7 +66,9 @@ def test_a_halting_head_that_begins_undecided_learns_at_once(data: Path) -> None
     assert float(state.params["q_head"]["bias"][0]) < 0
 
 
-@EACH
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "normalised gate" else pytest.mark.slow) for name in ABLATIONS]
+)
 def test_it_trains(data: Path, name: str) -> None:
     state, sums = run(data, *DEEPER, ABLATIONS[name], "optimizer.learning_rate=4e-3", steps=30)
     losses = [float(one["loss"] / one["weight"]) for one in sums]
@@ -85,6 +87,7 @@ def test_eight_devices_are_one(data: Path, name: str) -> None:
         assert_near(eight, one, 5e-4)
 
 
+@pytest.mark.slow
 def test_both_nets_lie_split_and_are_made_whole_layer_by_layer(data: Path) -> None:
     built = experiment.build(tiny_config(data, ABLATIONS["separate nets"], "mesh={data: 1, fsdp: 8}"))
     for group in ("layers_H", "layers_L"):
@@ -97,13 +100,14 @@ def test_both_nets_lie_split_and_are_made_whole_layer_by_layer(data: Path) -> No
     assert not [line for line in gathers if "f32[2,16,2,48]" in line or "f32[2,48,16]" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
         pytest.param(tuple(ABLATIONS.values()), id="all of them"),
-        *(pytest.param((override,), id=name, marks=pytest.mark.slow) for name, override in ABLATIONS.items()),
-        pytest.param(("optimizer={kind: lion, learning_rate: 1e-4}",), id="lion", marks=pytest.mark.slow),
-        pytest.param((MUON,), id="muon", marks=pytest.mark.slow),
+        *(pytest.param((override,), id=name) for name, override in ABLATIONS.items()),
+        pytest.param(("optimizer={kind: lion, learning_rate: 1e-4}",), id="lion"),
+        pytest.param((MUON,), id="muon"),
     ],
 )
 def test_it_resumes_to_the_bit(data: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:

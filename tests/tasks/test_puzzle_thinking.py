@@ -185,7 +185,7 @@ def test_noise_is_the_puzzles_own(built: experiment.Experiment) -> None:
     assert np.abs(at_start.q[1:] - together.q[1:]).max() > 0.1
 
 
-@pytest.mark.parametrize("choose", ["vote", "first"])
+@pytest.mark.parametrize("choose", ["vote", pytest.param("first", marks=pytest.mark.slow)])
 def test_eight_devices_are_one_and_every_source_is_scored(data: Path, choose: str) -> None:
     scores, answers = [], []
     for devices in (1, 8):
@@ -245,7 +245,7 @@ def steps_made(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
     return since_the_last_call
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chains", [{}, {"views": 3, "trajectories": 2, "noise": 0.7, "noise_at": "every_step"}])
 def test_what_ends_early_is_what_all_steps_say(data: Path, steps_made, devices: int, chains: dict[str, Any]) -> None:
     """The most confident chain after each of all the steps, up to the step at which it stops."""
