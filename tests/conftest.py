@@ -1,10 +1,13 @@
-"""8 fake CPU devices, strict dtypes, no silent broadcasting: set before JAX starts."""
+"""8 fake CPU devices, strict dtypes, no silent broadcasting: set before JAX starts. And what CI has no time for."""
 
 import atexit
+import hashlib
 import os
 import shutil
 import tempfile
+import time
 
+import pytest
 from hypothesis import settings
 
 # The second task: one module, known to this process and to the commands that tests start.
@@ -27,3 +30,22 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 settings.register_profile("tinypod", deadline=None, derandomize=True)  # tests time nothing, and fail alike everywhere
 settings.load_profile("tinypod")
+
+STARTED = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--within-s", type=float, help="begin no test after so many seconds; what is left is skipped")
+    parser.addoption("--first", default="", help="with --within-s: any text; another one puts other files first")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("within_s") is not None:
+        text = config.getoption("first")
+        items.sort(key=lambda item: hashlib.sha256(f"{text} {item.path.name}".encode()).digest())
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    within_s = item.config.getoption("within_s")
+    if within_s is not None and time.monotonic() - STARTED > within_s:
+        pytest.skip("no time left here; `make test-all` runs it")
