@@ -265,12 +265,18 @@ def test_a_dataset_of_another_shape_is_refused(exact: Path, tmp_path: Path) -> N
     assert json.loads(command("eval", exact, f"data.path={tmp_path / 'other'}", "--json"))["count"] == 3
 
 
-@pytest.mark.parametrize("name", sorted(release.shipped()) or [None])
-def test_what_is_shipped_is_small_and_sound(name: str | None) -> None:
-    if name is None:
-        assert not list(release.RELEASES.glob("*.safetensors"))
-        return
+@pytest.mark.parametrize("name", sorted(release.shipped()))
+def test_what_is_shipped_is_small_and_solves_its_examples(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a run folder of that name would go first
     opened = open_release(release.shipped()[name])
     assert opened.path.stat().st_size <= 16e6
     assert release.read_tensors(opened)
-    assert opened.read_config()
+    assert opened.about.examples
+    for refinement in tinypod.load(name).solve_all(opened.about.examples, halt_steps=64):
+        assert refinement.solved
+
+
+def test_a_sudoku_comes_with_the_package() -> None:
+    assert "sudoku" in release.shipped()
