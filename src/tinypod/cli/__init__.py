@@ -58,10 +58,12 @@ def _answer() -> None:
 
 def _quieten_libtpu() -> None:
     """Where the TPU's library is installed and a TPU is not (a laptop that plans), JAX tries it all the same, and it
-    complains. On a machine that has one, what it says is worth reading."""
+    complains, after it has asked Google Cloud what TPU this is. On a machine that has one, what it says is worth
+    reading."""
     if not any([*DEV.glob("accel[0-9]*"), *DEV.glob("vfio/[0-9]*")]):
         for name in ("TPU_STDERR_LOG_LEVEL", "TPU_MIN_LOG_LEVEL"):
             os.environ.setdefault(name, "3")  # fatal errors only
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 
 def _fail(message: str, exit_code: int = UserError.exit_code) -> None:

@@ -628,12 +628,14 @@ function drawStep(answer, position, now, before) {
   const strip = byId("confidence")
   if (strip.answer !== answer) {
     strip.answer = answer
+    const every = Math.ceil(steps.length / 16) // more numbers than that would run into each other
     strip.replaceChildren(...steps.map((one, i) => {
+      const numbered = (i + 1) % every === 0 && !(Math.abs(i + 1 - stop) < every)
       const bar = make("i"), stops = i + 1 === stop
       bar.style.height = `${100 * one.confidence}%`
       const label = `Step ${i + 1}: ${Math.floor(100 * one.confidence)} % sure${stops ? "; it would stop here" : ""}`
       return make("button", {type: "button", class: stops ? "stop" : "", "aria-label": label, title: label, onclick: () => goTo(i + 1)},
-        bar, make("small", {text: stops ? `${i + 1} stop` : i + 1}))
+        bar, make("small", {text: stops ? `${i + 1}\nstop` : numbered ? i + 1 : ""}))
     }))
   }
   ;[...strip.children].forEach((bar, i) => i + 1 === position ? bar.setAttribute("aria-current", "step") : bar.removeAttribute("aria-current"))
