@@ -1,5 +1,6 @@
 """Augmentation on the device: every view is a valid puzzle with its solution, and draws are what they say."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -126,6 +127,35 @@ def test_fixed_views_begin_with_the_puzzle_itself_and_are_undone() -> None:
         assert tokens[:2].tolist() == [0, 1]  # padding and blanks stay what they are
     back = five.undo(seen.astype(jnp.uint8)[None], axis=2)
     assert np.array_equal(back, np.broadcast_to(grids[None, :, None], back.shape))
+
+
+def test_some_blank_cells_are_given_besides(drawn) -> None:
+    _, questions, answers, _ = drawn
+    inputs, labels = (jnp.asarray(np.repeat(x, 500, axis=0), jnp.int32) for x in (questions, answers))
+    found = np.asarray(jax.jit(views.reveal_cells, static_argnums=3)(jax.random.key(0), inputs, labels, 4))
+    given = found != inputs
+    assert np.array_equal(found[given], np.asarray(labels)[given])  # right ones,
+    assert (np.asarray(inputs)[given] < FIRST_DIGIT).all()  # where there was none
+    numbers = np.bincount(given.sum(axis=1))
+    assert len(numbers) == 5
+    assert abs(numbers - 800).max() < 5 * np.sqrt(4000 * 0.2 * 0.8)  # 5 sigma of each number as likely
+    blank = np.asarray(inputs)[0] < FIRST_DIGIT
+    assert (given[:500].sum(axis=0)[blank] > 0).all()  # any of them
+    more = np.asarray(views.reveal_cells(jax.random.key(0), inputs[:1], labels[:1], 1000))
+    assert np.array_equal(more, labels[:1])
+
+
+def test_a_batch_with_cells_given_is_the_same_batch_otherwise() -> None:
+    arrays = views.device_arrays(split_4x4(20, 1))
+    plain = views.Sampler(views.sudoku_view((2, 2), 6), None, grouped=False)
+    drawn = [
+        views.draw_examples(sampler, arrays, jnp.int32(0), jax.random.key(1), jax.random.key(2), 64)
+        for sampler in (plain, dataclasses.replace(plain, reveal=5))
+    ]
+    assert np.array_equal(drawn[0]["labels"], drawn[1]["labels"])
+    changed = np.asarray(drawn[0]["inputs"] != drawn[1]["inputs"])
+    assert 0 < changed.sum() < changed.size / 2
+    assert (np.asarray(drawn[0]["inputs"])[changed] == 1).all()
 
 
 @pytest.mark.parametrize(("rows", "count"), [(10, 4), (10, 10), (7, 16), (5, 1), (6, 12)])

@@ -387,5 +387,7 @@ def test_puzzles_without_known_symmetries_have_no_views(tmp_path: Path) -> None:
     puzzles.write_dataset(tmp_path / "data", plain, {"train": split_4x4(4, 1), "test": split_4x4(4, 2)})
     with pytest.raises(ConfigError, match=r"task\.thinking\.views=8: .*kind 'plain'.*symmetries are not known"):
         experiment.build(tiny_config(tmp_path / "data", "data.augmentations=0", "task.thinking.views=8"))
+    with pytest.raises(ConfigError, match=r"data\.reveal=3: .*kind 'plain', and only a Sudoku's answer"):
+        experiment.build(tiny_config(tmp_path / "data", "data.augmentations=0", "data.reveal=3"))
     several = "task.thinking={trajectories: 2, noise: 0.5}"
     experiment.build(tiny_config(tmp_path / "data", "data.augmentations=0", several))

@@ -3,6 +3,9 @@ symmetry, inside the compiled program. A batch is a pure function of the arrays 
 
 Rows are drawn at random, or in epochs: every row once, in an order of its own for each epoch. What is offered is not
 what is learned from: under adaptive computation a row of the batch takes a new example only when it has finished.
+
+Blank cells of a Sudoku may be given besides (`reveal`): easier puzzles with the same answers, from which a model learns
+the rules long before it can solve any of a list of hard ones.
 """
 
 from collections.abc import Callable
@@ -18,6 +21,7 @@ from tinypod.data.puzzles import Split
 from tinypod.data.sudoku import FIRST_DIGIT, Box
 
 IGNORED_LABEL = -100
+REVEAL = 2**32 - 1  # folded into the key of a batch, which is split in few
 EPOCHS = 2**32 - 1  # folded into a run's key, in which rows are for their views: no row has this number
 MOST_EXAMPLES = 2**32  # that epochs can count
 
@@ -27,12 +31,14 @@ View = Callable[[Array], tuple[Array, Array]]
 
 @dataclass(frozen=True)
 class Sampler:
-    """How examples are drawn: the symmetries, how many fixed views a puzzle has (None: endless), and the order."""
+    """How examples are drawn: the symmetries, how many fixed views a puzzle has (None: endless), the order, and how
+    many blank cells are given besides at most."""
 
     view: View | None
     augmentations: int | None
     grouped: bool
     epochs: bool = False
+    reveal: int = 0
 
 
 def sudoku_view(box: Box, vocab_size: int) -> View:
@@ -114,8 +120,20 @@ def draw_examples(
         inputs, labels = jax.vmap(_change, in_axes=(None, None, 0, 0, 0, 0))(
             sampler, run_key, rows, jax.random.split(view_key, count), inputs, labels
         )
+    if sampler.reveal:
+        inputs = reveal_cells(jax.random.fold_in(key, REVEAL), inputs, labels, sampler.reveal)
     labels = jnp.where(labels == 0, IGNORED_LABEL, labels)
     return {"inputs": inputs, "labels": labels, "identifiers": arrays["identifiers"][rows]}
+
+
+def reveal_cells(key: Array, inputs_BS: Array, answers_BS: Array, most: int) -> Array:
+    """Each Sudoku with some of its blank cells filled in, as many as a number from 0 to `most`, all as likely."""
+    number_key, order_key = jax.random.split(key)
+    numbers_B1 = jax.random.randint(number_key, (inputs_BS.shape[0], 1), 0, most + 1)
+    blank_BS = inputs_BS < FIRST_DIGIT
+    turns_BS = jnp.where(blank_BS, jax.random.uniform(order_key, inputs_BS.shape), 2.0)
+    places_BS = jnp.argsort(jnp.argsort(turns_BS, axis=1), axis=1)  # the blank cells in a random order, then the rest
+    return jnp.where(blank_BS & (places_BS < numbers_B1), answers_BS, inputs_BS)
 
 
 def epoch_rows(key: Array, number: Array, rows: int, count: int) -> Array:

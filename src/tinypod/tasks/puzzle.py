@@ -88,6 +88,7 @@ class PuzzleDataConfig(Config):
     train_rows: PositiveInt | None = None  # the first so many of the split, which is in random order; null: all
     augmentations: NonNegativeInt | Literal["endless"] = "endless"  # fixed views of a puzzle besides itself
     sampling: Literal["random", "epochs"] = "random"  # epochs: each puzzle once before any comes again
+    reveal: NonNegativeInt = 0  # of a Sudoku's blank cells, given in training: a number up to this for each example
     # What the dataset will be: `tinypod plan` goes by it where none is at `path`, or `path` is in a bucket.
     expected: Annotated[puzzles.ExpectedSudoku | puzzles.ExpectedPlain, Field(discriminator="kind")] | None = None
 
@@ -239,8 +240,14 @@ def make_sampler(data: PuzzleDataConfig, info: puzzles.DatasetInfo) -> Sampler:
         )
     if info.grouped and data.sampling == "epochs":
         raise ConfigError(f"data.sampling=epochs: the puzzles in {data.path} come in groups; leave it out")
+    if view is None and data.reveal:
+        raise ConfigError(
+            f"data.reveal={data.reveal}: the puzzles in {data.path} are of kind {info.kind!r}, and only a Sudoku's "
+            "answer can be filled into it; leave it out"
+        )
     augmentations = None if data.augmentations == "endless" else data.augmentations
-    return Sampler(view, augmentations, grouped=info.grouped, epochs=data.sampling == "epochs")
+    epochs = data.sampling == "epochs"
+    return Sampler(view, augmentations, grouped=info.grouped, epochs=epochs, reveal=data.reveal)
 
 
 def count_training(opened: Opened, data: PuzzleDataConfig) -> int:
