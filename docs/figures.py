@@ -1,4 +1,4 @@
-"""The figures and pictures of README and docs that a laptop can make, from the commit that is checked out.
+"""The demo's figures and the pictures of README and docs that a laptop can make, from the commit that is checked out.
 
     make figures            # about half an hour on two quiet cores; stopped, it goes on where it was
     python docs/figures.py --docs /tmp/docs --work /tmp/work steps=4    # the same in small, to try it

@@ -73,11 +73,11 @@ def make_sudoku(
     """Make up Sudokus with exactly one solution each, as `tinypod data sudoku --generate` does; the dataset's folder.
 
     `box` is its rows and columns: (3, 3) is the usual 9×9, (2, 3) a 6×6, (2, 2) a 4×4. `clues`: at least this many,
-    or the fewest and the most, each number between them as likely; default: as few as can be. `holdout`: a third split
+    or two numbers, between which one is drawn for each puzzle; default: as few as can be. `holdout`: a third split
     of so many. Where the folder holds these very puzzles already, nothing is done.
     """
     out, console = Path(folder), _console()
-    asked = (clues, clues) if isinstance(clues, int) else clues
+    asked = clues if clues is None or isinstance(clues, tuple) else (int(clues), int(clues))
     if (out / "dataset.json").exists():
         info = puzzles.read_info(out)
         rows = {name: split.rows for name, split in info.splits.items()}

@@ -167,6 +167,14 @@ def test_clues_of_a_range_are_each_as_likely_and_are_the_sources():
     assert ((fewest.questions == 0) | (fewest.questions == puzzles.questions)).all()  # the same puzzles, and more given
 
 
+def test_no_puzzle_has_more_clues_than_a_range(monkeypatch):
+    puzzles = sudoku_generator.generate((3, 3), 20, seed=0, clues=(20, 23))
+    assert set((puzzles.questions > 0).sum(1)) <= {20, 21, 22, 23}
+    monkeypatch.setattr(sudoku_generator, "PATIENCE", 50)
+    with pytest.raises(DataError, match="50 attempts in a row gave symmetric copies, too many clues or"):
+        sudoku_generator.generate((3, 3), 1, seed=0, clues=(17, 18))
+
+
 def test_generation_depends_on_seed_and_attempt_only():
     few, many = sudoku_generator.generate((3, 3), 7, seed=11), sudoku_generator.generate((3, 3), 300, seed=11)
     for a, b in zip(few, many, strict=True):

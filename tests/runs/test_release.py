@@ -274,7 +274,7 @@ def test_what_is_shipped_is_small_and_solves_its_examples(
     assert opened.path.stat().st_size <= 16e6
     assert release.read_tensors(opened)
     assert opened.about.examples
-    for refinement in tinypod.load(name).solve_all(opened.about.examples, halt_steps=64):
+    for refinement in tinypod.load(name).solve_all(opened.about.examples):
         assert refinement.solved
 
 

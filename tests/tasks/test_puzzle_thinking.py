@@ -11,7 +11,7 @@ import pytest
 from jax import Array
 from test_puzzle_scores import knowing
 
-from fixtures import BOX, info_4x4, read_split, split_4x4, tiny_config
+from fixtures import BOX, info_4x4, read_split, split_4x4, tiny_config, write_4x4
 from tinypod import experiment, sharding
 from tinypod.data import puzzles, sudoku, sudoku_generator
 from tinypod.data.puzzles import ExpectedPlain
@@ -389,5 +389,8 @@ def test_puzzles_without_known_symmetries_have_no_views(tmp_path: Path) -> None:
         experiment.build(tiny_config(tmp_path / "data", "data.augmentations=0", "task.thinking.views=8"))
     with pytest.raises(ConfigError, match=r"data\.reveal=3: .*kind 'plain', and only a Sudoku's answer"):
         experiment.build(tiny_config(tmp_path / "data", "data.augmentations=0", "data.reveal=3"))
+    write_4x4(tmp_path / "small")
+    with pytest.raises(ConfigError, match=r"data\.reveal=16: expected fewer than the 16 cells"):
+        experiment.build(tiny_config(tmp_path / "small", "data.reveal=16"))
     several = "task.thinking={trajectories: 2, noise: 0.5}"
     experiment.build(tiny_config(tmp_path / "data", "data.augmentations=0", several))

@@ -84,7 +84,7 @@ def build_sudoku(
 
 def generated(box: Box, clues: Clues | None, seed: int, holdout: int = 0) -> str:
     """The origin of a dataset that was made up."""
-    asked = _text(clues) if clues else "minimal"
+    asked = _text(clues) if clues and clues[1] else "minimal"
     return f"generated: box {box[0]}x{box[1]}, clues {asked}, seed {seed}{_more(holdout)}"
 
 

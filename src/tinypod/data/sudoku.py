@@ -14,7 +14,7 @@ import numpy as np
 from tinypod.errors import DataError
 
 Box = tuple[int, int]
-Clues = tuple[int, int]  # of a generated puzzle: the fewest and the most
+Clues = tuple[int, int]  # what a minimal puzzle is filled up to: a number between the two
 Progress = Callable[[int], object]  # called with the rows or puzzles done since the last call
 
 SYMBOLS = ".123456789ABCDEFG"

@@ -15,8 +15,9 @@ PATIENCE = 2000  # attempts in a row that bring no new puzzle before `generate` 
 def generate(box: Box, count: int, seed: int, clues: Clues | None = None, progress: Progress | None = None) -> Puzzles:
     """Makes `count` puzzles with one solution, no two with the same signature.
 
-    They are minimal (no clue can go); with `clues`, random cells of the answer then make up a number between the two,
-    each as likely. Where these differ, a puzzle's source says how many clues it has.
+    They are minimal (no clue can go); with `clues`, random cells of the answer then fill them up to a number, drawn for
+    each between the two; a minimal puzzle that has more already keeps them. Where the two differ, none has more than
+    the larger one, and a puzzle's source says how many clues it has.
     """
     side = side_of(box)
     fewest, most = clues or (0, 0)
@@ -32,14 +33,15 @@ def generate(box: Box, count: int, seed: int, clues: Clues | None = None, progre
         attempt += size
         before = len(kept)
         for signature, *puzzle in zip(signatures(made[0], box).tolist(), *made, strict=True):
-            new = puzzle[2] >= 0 and signature not in kept
+            too_many = most > fewest and np.count_nonzero(puzzle[0]) > most
+            new = puzzle[2] >= 0 and signature not in kept and not too_many
             misses = 0 if new else misses + 1
             if new and len(kept) < count:
                 kept[signature] = tuple(puzzle)
             if misses == PATIENCE and len(kept) < count:
                 raise DataError(
-                    f"found {len(kept)} of {count} different {side}x{side} puzzles: {PATIENCE} attempts "
-                    "in a row gave symmetric copies or too long searches; ask for fewer"
+                    f"found {len(kept)} of {count} different {side}x{side} puzzles: {PATIENCE} attempts in a row gave "
+                    f"symmetric copies{', too many clues' if most > fewest else ''} or too long searches; ask for fewer"
                 )
         if progress:
             progress(len(kept) - before)

@@ -261,7 +261,7 @@ def generate_batch(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Puzzles, answers and ratings of attempts first..first+num-1; rating -1 marks one given up on.
 
-    `clues`: the fewest and the most that a minimal puzzle is filled up to; a number between them for each.
+    `clues`: each minimal puzzle is filled up to a number drawn between these two, if it has fewer.
     """
     full = 2 ** (box[0] * box[1]) - 1
     blank = _native(np.full((box[0] * box[1]) ** 2, full, np.int32))

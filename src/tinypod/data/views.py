@@ -4,8 +4,7 @@ symmetry, inside the compiled program. A batch is a pure function of the arrays 
 Rows are drawn at random, or in epochs: every row once, in an order of its own for each epoch. What is offered is not
 what is learned from: under adaptive computation a row of the batch takes a new example only when it has finished.
 
-Blank cells of a Sudoku may be given besides (`reveal`): easier puzzles with the same answers, from which a model learns
-the rules long before it can solve any of a list of hard ones.
+Blank cells of a Sudoku may be given besides (`reveal`): easier puzzles with the same answers.
 """
 
 from collections.abc import Callable
@@ -127,7 +126,7 @@ def draw_examples(
 
 
 def reveal_cells(key: Array, inputs_BS: Array, answers_BS: Array, most: int) -> Array:
-    """Each Sudoku with some of its blank cells filled in, as many as a number from 0 to `most`, all as likely."""
+    """Each Sudoku with some of its blank cells filled in: a number drawn from 0 to `most`, or all that there are."""
     number_key, order_key = jax.random.split(key)
     numbers_B1 = jax.random.randint(number_key, (inputs_BS.shape[0], 1), 0, most + 1)
     blank_BS = inputs_BS < FIRST_DIGIT

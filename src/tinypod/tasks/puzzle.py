@@ -245,6 +245,10 @@ def make_sampler(data: PuzzleDataConfig, info: puzzles.DatasetInfo) -> Sampler:
             f"data.reveal={data.reveal}: the puzzles in {data.path} are of kind {info.kind!r}, and only a Sudoku's "
             "answer can be filled into it; leave it out"
         )
+    if data.reveal >= info.seq_len:
+        raise ConfigError(
+            f"data.reveal={data.reveal}: expected fewer than the {info.seq_len} cells of a puzzle, such as 12"
+        )
     augmentations = None if data.augmentations == "endless" else data.augmentations
     epochs = data.sampling == "epochs"
     return Sampler(view, augmentations, grouped=info.grouped, epochs=epochs, reveal=data.reveal)
