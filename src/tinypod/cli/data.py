@@ -27,6 +27,13 @@ def data_sudoku(
             min=0, help="More puzzles from where those for training come from: a split `holdout` of this many."
         ),
     ] = 0,
+    variants: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Up to this many more training puzzles for each: other clues, the same answer, about as hard.",
+        ),
+    ] = 0,
     box: Annotated[
         str, typer.Option(help="Rows x columns of a box: 3x3 is the usual 9×9, 2x3 a 6×6, 2x2 a 4×4.")
     ] = "3x3",
@@ -56,6 +63,7 @@ def data_sudoku(
         train_size=train_size,
         test_size=test_size,
         holdout=holdout,
+        variants=variants,
         box=build.parse_box(box),
         clues=None if clues is None else build.parse_clues(clues),
         seed=seed,

@@ -41,9 +41,11 @@ def build_sudoku(
     seed: int,
     console: Console,
     holdout: int = 0,
+    variants: int = 0,
 ) -> puzzles.DatasetInfo:
     """Make a dataset folder: generated, or from CSVs (local ones, or the hub's). `holdout`: so many more puzzles from
-    where those for training come from, as a split of that name."""
+    where those for training come from, as a split of that name. `variants`: up to so many more of each training puzzle,
+    with the same answer and about as hard."""
     puzzles.check_new(out)
     if generate and (train_csv or test_csv):
         raise UserError("--generate makes puzzles up: leave out --train-csv and --test-csv, or --generate")
@@ -73,9 +75,13 @@ def build_sudoku(
             parts["holdout"] = _read(files[0], box, holdout, seed, console, besides=train_size)
         origin = f"read from CSV: {train_size} training rows drawn with seed {seed}{_more(holdout)}"
     trained = sudoku.signatures(parts["train"].questions, box)
-    unseen = [part.questions for name, part in parts.items() if name != "train"]
-    if copies := np.isin(sudoku.signatures(np.concatenate(unseen), box), trained).sum():
+    unseen = sudoku.signatures(np.concatenate([part.questions for name, part in parts.items() if name != "train"]), box)
+    if copies := np.isin(unseen, trained).sum():
         say(console, f"note: {copies} held-out puzzles look like symmetric copies of training puzzles", "yellow")
+    if variants:
+        more = _vary(parts["train"], box, variants, seed, unseen, console)
+        parts["train"] = sudoku.join(parts["train"], more)
+        origin += f"; {len(more.questions)} variants of them, at most {variants} each"
     sources = sorted({source for part in parts.values() for source in part.sources})
     info = puzzles.describe_sudoku(list(box), sources=sources, origin=origin)
     splits = {name: _to_split(part, info.sources, seed) for name, part in parts.items()}
@@ -127,6 +133,13 @@ def _generate(box: Box, sizes: dict[str, int], clues: Clues | None, seed: int, c
             parts[name] = Puzzles(*(column[start : start + size] for column in made))  # type: ignore[arg-type]
         start += size
     return parts
+
+
+def _vary(part: Puzzles, box: Box, most: int, seed: int, unseen: np.ndarray, console: Console) -> Puzzles:
+    from tinypod.data import sudoku_variants
+
+    with counting(console, "varying", len(part.questions)) as progress:
+        return sudoku_variants.make_variants(part, box, most, seed, unseen, progress)
 
 
 def _read(path: Path, box: Box, size: int | None, seed: int, console: Console, besides: int = 0) -> Puzzles:

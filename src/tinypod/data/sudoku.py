@@ -29,6 +29,15 @@ class Puzzles(NamedTuple):
     ratings: np.ndarray  # int32 [N], guesses that a solver of singles needs
 
 
+def join(first: Puzzles, second: Puzzles) -> Puzzles:
+    return Puzzles(
+        np.concatenate([first.questions, second.questions]),
+        np.concatenate([first.answers, second.answers]),
+        first.sources + second.sources,
+        np.concatenate([first.ratings, second.ratings]),
+    )
+
+
 def side_of(box: Box) -> int:
     side = box[0] * box[1]
     if min(box) < 1 or not 2 <= side <= 16:

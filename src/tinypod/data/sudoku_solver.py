@@ -27,6 +27,7 @@ except ImportError:
     INT = UINT = int  # type: ignore[assignment]
 
 MAX_GUESSES, UNLIMITED = 100_000, 1 << 62  # of a search, before an attempt at a puzzle is given up
+MOST_TAKEN = 2  # clues exchanged at a time: the more, the fewer of the puzzles made of a hard one are hard
 # SplitMix64 (Steele et al. 2014). Python's ints do not wrap around at 64 bits, hence the mask.
 MASK, GOLDEN, SEED = UINT(2**64 - 1), UINT(0x9E3779B97F4A7C15), UINT(0x5851F42D4C957F2D)
 MIX_1, MIX_2 = UINT(0xBF58476D1CE4E5B9), UINT(0x94D049BB133111EB)
@@ -272,3 +273,95 @@ def generate_batch(
     ]
     puzzles, answers, ratings = zip(*made, strict=True)
     return _to_digits(puzzles, full), _to_digits(answers, full), np.array(ratings, np.int32)
+
+
+@_compiled
+def _differing_cells(puzzle, answer, rng, units, peers):
+    """Cells in which some other solution of a puzzle differs from its answer: all of a solution's, found in random
+    order, so that any may be it; none where the answer is the only one. And whether the search came to its end."""
+    while True:
+        found, _, other = _search(puzzle, units, peers, 2, MAX_GUESSES, rng)
+        cells = [cell for cell in range(len(answer)) if other[cell] != answer[cell]]
+        if found < 2:
+            return cells[:0], found == 1
+        if len(cells):  # else the answer itself came first
+            return cells, True
+
+
+@_compiled
+def _exchange(puzzle, answer, full, taken, fewest, rng, no_rng, units, peers):
+    """Another puzzle with the same answer, and its rating; -1 for an attempt given up.
+
+    So many random clues go, others are given until the answer is the only solution again, every clue goes that can, and
+    random ones come back until there are as many as `fewest`.
+    """
+    puzzle, order = puzzle.copy(), list(range(len(puzzle)))
+    _shuffle(order, rng)
+    for cell in order:
+        if taken > 0 and puzzle[cell] != full:
+            puzzle[cell] = full
+            taken -= 1
+    while True:
+        cells, ended = _differing_cells(puzzle, answer, rng, units, peers)
+        if not ended:
+            return puzzle, -1
+        if len(cells) == 0:
+            break
+        cell = cells[_random_below(rng, len(cells))]
+        puzzle[cell] = answer[cell]
+    _shuffle(order, rng)
+    missing = fewest
+    for cell in order:
+        if puzzle[cell] == full:
+            continue
+        other = puzzle.copy()
+        other[cell] = full ^ answer[cell]
+        found, _, _ = _search(other, units, peers, 1, MAX_GUESSES, no_rng)
+        if found < 0:
+            return puzzle, -1
+        if found == 0:
+            puzzle[cell] = full
+        else:
+            missing -= 1
+    _shuffle(order, rng)
+    for cell in order:
+        if missing > 0 and puzzle[cell] == full:
+            puzzle[cell] = answer[cell]
+            missing -= 1
+    _, guesses, _ = _search(puzzle, units, peers, 2, UNLIMITED, no_rng)
+    return puzzle, guesses
+
+
+@_compiled
+def _wander(puzzle, answer, full, seed, attempts, rng, no_rng, units, peers, made, ratings):
+    """From a puzzle to another, and from that to the next, each at least half as hard as the first; how many were made.
+    The walk may come back to where it was."""
+    rng[0] = _mix(seed ^ SEED)
+    fewest = 0
+    for cell in range(len(puzzle)):
+        fewest += puzzle[cell] != full
+    _, hard, _ = _search(puzzle, units, peers, 2, UNLIMITED, no_rng)
+    number = 0
+    for _ in range(attempts):
+        if number == len(made):
+            break
+        taken = 1 + _random_below(rng, MOST_TAKEN)
+        other, rating = _exchange(puzzle, answer, full, taken, fewest, rng, no_rng, units, peers)
+        if rating >= 0 and 2 * rating >= hard:
+            made[number][:], ratings[number], puzzle = other, rating, other
+            number += 1
+    return number
+
+
+def wander(
+    question: np.ndarray, answer: np.ndarray, box: Box, seed: int, most: int, attempts: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Puzzles uint8 [N, S] with the answer of this one and at least half its rating, and their ratings: at most so
+    many, from so many attempts. Each differs from the one before it in few clues; some come more than once."""
+    full = 2 ** (box[0] * box[1]) - 1
+    puzzle = _native(np.where(question > 0, 1 << (question.astype(np.int32) - 1), full).astype(np.int32))
+    solution = _native((1 << (answer.astype(np.int32) - 1)).astype(np.int32))
+    made, ratings = _native(np.zeros((most, len(question)), np.int32)), _native(np.zeros(most, np.int32))
+    rng, no_rng = _native(np.zeros(1, np.uint64)), _native(np.zeros(0, np.uint64))
+    number = _wander(puzzle, solution, full, UINT(seed % 2**64), attempts, rng, no_rng, *_tables(box), made, ratings)
+    return _to_digits(made, full)[:number], np.asarray(ratings, np.int32)[:number]
