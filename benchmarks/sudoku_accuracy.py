@@ -6,11 +6,13 @@
 A RUN is a run folder; runs that differ in their seed alone are one row. The dataset is the run's own (another:
 `--data FOLDER`). A setting is the steps of each chain, with `x` the symmetric views, with `*` the trajectories (with
 noise of `--noise`), then how one answer is chosen: `16`, `128`, `16x8`, `64x8 confident`, `16*8 every_step confident`.
-Each pair of a run and a setting is scored by the command that stands beside it in `scores.jsonl`, once for a step of
-the run: what is there is not computed again. OUT also gets `table.md`, `training.png` and `thinking.png`.
+What a run scored with a setting is in `scores.jsonl`, beside the command that gives the same. Settings that differ in
+their steps alone are scored in one pass; what is there is not computed again for the same step of the run. OUT gets
+`table.md`, `training.png` and `thinking.png`, too.
 """
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import re
@@ -27,6 +29,11 @@ matplotlib.use("agg")
 from matplotlib import pyplot
 
 import tinypod
+from tinypod import sharding
+from tinypod.data import puzzles
+from tinypod.evaluate import Evaluator
+from tinypod.tasks import puzzle, puzzle_scores
+from tinypod.tasks.puzzle_thinking import Thought
 
 SETTINGS = ["16", "32", "64", "128", "16x8", "64x8", "16x8 first", "16*8 confident", "16*8 every_step confident"]
 SETTING = re.compile(r"(?P<steps>\d+)(x(?P<views>\d+))?(\*(?P<trajectories>\d+))?(?P<words>( \w+)*)")
@@ -80,22 +87,75 @@ def score(out: Path, runs: list[str], options: argparse.Namespace) -> list[dict[
     for run in runs:
         # The last checkpoint: the best one was chosen by the puzzles that are scored here.
         model = tinypod.load(run, {"data.path": options.data} if options.data else {}, checkpoint="latest")
-        for setting in options.settings:
-            thinking = parse(setting, options.noise)
-            for split in options.splits:
-                limit = options.limit if split == "test" else None
-                asked = command(run, split, limit, options.data, thinking)
-                if (asked, model.step) in known:
-                    asked_for.append(known[asked, model.step])
-                    continue
-                scores = model.evaluate(split, limit=limit, **thinking)
-                row = {"command": asked, "run": run, "recipe": name_of(model.config), "seed": model.config.seed}
-                row |= {"setting": setting, "split": split, "step": model.step, "weights": model.weights}
-                asked_for.append(row | {"scores": scores})
-                with open(file, "a") as lines:
-                    lines.write(json.dumps(asked_for[-1]) + "\n")
-                print(f"{scores['exact_accuracy']:.2%} at {scores['cost']:.1f} steps: {asked}", flush=True)
+        for split in options.splits:
+            limit = options.limit if split == "test" else None
+            asked = {
+                text: command(run, split, limit, options.data, parse(text, options.noise)) for text in options.settings
+            }
+            new = [text for text in options.settings if (asked[text], model.step) not in known]
+            for group in passes(new, options.noise):
+                found = evaluate(model, split, limit, group)
+                for setting, scores in found.items():
+                    row: dict[str, Any] = {"command": asked[setting], "run": run, "recipe": name_of(model.config)}
+                    row |= {"seed": model.config.seed, "setting": setting, "split": split, "step": model.step}
+                    row |= {"weights": model.weights, "scores": scores}
+                    known[asked[setting], model.step] = row
+                    with open(file, "a") as lines:
+                        lines.write(json.dumps(row) + "\n")
+                    exact, cost = scores["exact_accuracy"], scores["cost"]
+                    print(f"{exact:.2%} at {cost:.1f} steps: {asked[setting]}", flush=True)
+            asked_for += [known[asked[text], model.step] for text in options.settings]
     return asked_for
+
+
+def passes(settings: list[str], noise: float) -> list[dict[str, dict[str, Any]]]:
+    """Settings in groups that one pass can score: all else but the steps alike, and no chain stops before the last."""
+    groups: dict[str, dict[str, dict[str, Any]]] = {}
+    for text in settings:
+        thinking = parse(text, noise)
+        besides = {name: value for name, value in thinking.items() if name != "halt_steps"}
+        alone = text if besides.get("choose") in ("first", "valid") else ""
+        groups.setdefault(json.dumps(besides) + alone, {})[text] = thinking
+    return list(groups.values())
+
+
+def evaluate(
+    model: Any, split: str, limit: int | None, settings: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, float]]:
+    """What `Model.evaluate` gives with each of these settings, which are the same but for their steps."""
+    if len(settings) == 1:
+        return {text: model.evaluate(split, limit=limit, **thinking) for text, thinking in settings.items()}
+    most = max(settings.values(), key=lambda thinking: thinking["halt_steps"])
+    loaded = model.loaded(**most)
+    experiment, config = loaded.experiment, loaded.experiment.config
+    opened, placement = puzzle.open_data(config, False, None), sharding.place(experiment.mesh, experiment.specs)
+    held_out, sources = puzzles.read_split(*opened, split), opened.info.sources
+    think = puzzle.make_thinking(config.task, config.model, opened.info, placement)
+    chains, continues = config.task.thinking.chains, config.task.continue_loss
+
+    def of_thought(thought: Thought | None, steps: int) -> Any:
+        def first(*_: Any) -> Thought:
+            assert thought is not None
+            return Thought(thought.answers[:steps], thought.q[:steps], thought.cost * (steps / most["halt_steps"]))
+
+        return puzzle_scores.evaluation(first, held_out, sources, copies=chains, continues=continues)
+
+    lengths = {text: thinking["halt_steps"] for text, thinking in settings.items()}
+    plain = of_thought(None, 0)
+
+    def score_batch(params: Any, batch: dict[str, Any]) -> dict[str, Any]:
+        thought = think(params, batch["inputs"], batch["identifiers"])
+        parts = {text: of_thought(thought, steps).score(params, batch) for text, steps in lengths.items()}
+        return {f"{text}: {name}": value for text, sums in parts.items() for name, value in sums.items()}
+
+    together = dataclasses.replace(plain, score=score_batch)
+    evaluator = Evaluator(together, experiment.mesh, experiment.specs, config.eval.batch_size, limit)
+    sums = evaluator.sums(loaded.params, None)
+    found = {}
+    for text in settings:
+        of_this = {name.removeprefix(f"{text}: "): x for name, x in sums.items() if name.startswith(f"{text}: ")}
+        found[text] = evaluator.summarise(of_this)
+    return found
 
 
 def training_curve(run: str) -> tuple[np.ndarray, np.ndarray]:
