@@ -24,10 +24,10 @@ def words(root: ET.Element) -> list[str]:
 
 
 def test_it_says_what_the_model_thinks_and_where_it_stops(tmp_path: Path) -> None:
-    grids, sure = [REPEAT, REPEAT, CLUE_LOST, GOOD, GOOD], [0.1, 0.12, 0.3, 0.999, 0.999]
+    grids, sure = [REPEAT, REPEAT, CLUE_LOST, GOOD, GOOD], [0.1, 0.001, 0.3, 0.999, 0.999]
     text, root = drawn(make_refinement(grids, sure), tmp_path / "a.svg")
     said = words(root)
-    for phrase in ["puzzle", "steps 1–2", "12 % sure", "3 cells break a rule", "step 3", "30 % sure", "step 4"]:
+    for phrase in ["puzzle", "steps 1–2", "<1 % sure", "3 cells break a rule", "step 3", "30 % sure", "step 4"]:
         assert phrase in said, phrase
     assert ">99 % sure: stops here" in said
     assert "✔ solved" in said

@@ -122,7 +122,9 @@ def _panel(
     whole = side * CELL
     parts.append(f'<rect class="thick" x="{x0:g}" y="{GRID_TOP}" width="{whole}" height="{whole}" rx="2"/>')
     for number, (style, text) in enumerate(words):
-        parts.append(f'<text class="{style}" x="{center:g}" y="{GRID_TOP + whole + 22 + 19 * number}">{text}</text>')
+        parts.append(
+            f'<text class="{style}" x="{center:g}" y="{GRID_TOP + whole + 22 + 19 * number}">{escape(text)}</text>'
+        )
     return "\n".join(parts)
 
 
