@@ -52,7 +52,7 @@ class Thinking(TypedDict, total=False):
     trajectories: int | None  # of each view: as trained, and with noise
     noise: float | None  # its standard deviation; the state's is 1
     noise_at: Literal["start", "every_step"] | None
-    choose: Literal["vote", "confident", "first", "valid"] | None  # how one answer is made of all
+    choose: Literal["vote", "confident", "first", "settled", "valid"] | None  # how one answer is made of all
 
 
 THINKING = {"halt_steps": "task.halting.max_steps"} | {

@@ -58,12 +58,20 @@ def chosen(kind: str, answers: np.ndarray, lead: np.ndarray, step: int) -> tuple
     """Of chains, in loops: answers [N, C, S], lead [N, C] -> after a step (from 0) the answer, what the one that speaks
     for it says, and what the whole has cost."""
     steps, chains, cells = answers.shape
-    if kind == "first":
-        firsts = [n for n in range(steps) if (lead[n] > 0).any()]
+    if kind in ("first", "settled"):
+        ends = lead > 0
+        if kind == "settled":
+            ends[0] = False
+            ends[1:] &= (answers[1:] == answers[:-1]).all(axis=-1)
+        firsts = [n for n in range(steps) if ends[n].any()]
         stopped = firsts[0] if firsts else steps - 1
         at = min(step, stopped)
-        chain = int(lead[at].argmax())
-        return answers[at, chain].tolist(), lead[at, chain], chains * (stopped + 1)
+        chain = int(np.where(ends[at], lead[at], lead[at] - 1000 * ends[at].any()).argmax())
+        return (
+            answers[at, chain].tolist(),
+            min(lead[at, chain], np.inf if ends[at].any() else 0),
+            chains * (stopped + 1),
+        )
     if kind == "confident":
         chain = int(lead[step].argmax())
         return answers[step, chain].tolist(), lead[step, chain], chains * steps
@@ -78,11 +86,12 @@ def chosen(kind: str, answers: np.ndarray, lead: np.ndarray, step: int) -> tuple
     return voted, max(gave) if gave else lead[step].min(), chains * steps
 
 
-@pytest.mark.parametrize("kind", ["vote", "confident", "first"])
+@pytest.mark.parametrize("kind", ["vote", "confident", "first", "settled"])
 @pytest.mark.parametrize("continues", [False, True])
 def test_the_choice_is_that_of_loops(kind: str, continues: bool) -> None:
     random = np.random.default_rng(0)
     answers = random.integers(1, 4, (5, 30, 4, 3)).astype(np.uint8)
+    answers[1:] = np.where(random.random((4, 30, 4, 1)) < 0.5, answers[:-1], answers[1:])  # often as they were
     q = random.normal(-1.0, 2.0, (5, 30, 4, 2)).astype(np.float32)
     q[..., 0] -= 3
     q[:, :5, :, 0] -= 200  # so unsure that float32 has no probability for it
@@ -90,9 +99,10 @@ def test_the_choice_is_that_of_loops(kind: str, continues: bool) -> None:
     answers_NBCS, q_NBC2 = jnp.asarray(answers), jnp.asarray(q)
 
     def step(z: jax.Array, number: jax.Array):
-        return z, *choose(thinking, answers_NBCS[number - 1], q_NBC2[number - 1], continues=continues)
+        before = jnp.where(number == 1, 0, answers_NBCS[number - 2])
+        return z, *choose(thinking, answers_NBCS[number - 1], q_NBC2[number - 1], before, continues=continues)
 
-    if kind == "first":
+    if kind in ("first", "settled"):
         found, steps = jax.device_get(until_stopped(step, jnp.int32(0), 5, (30, 3)))
     else:
         choices = jax.lax.scan(lambda z, number: step(z, number)[:2], jnp.int32(0), jnp.arange(1, 6))[1]
@@ -105,8 +115,9 @@ def test_the_choice_is_that_of_loops(kind: str, continues: bool) -> None:
             assert found.answers[step, puzzle].tolist() == answer
             assert said[step, puzzle] == pytest.approx(sure, abs=1e-4)
             assert 4 * steps[puzzle] == cost
-    if kind == "first":
+    if kind in ("first", "settled"):
         assert len(set(steps.tolist())) > 2  # some stop early, some never
+        assert kind == "first" or (lead.max(axis=2) > 0)[0].any()  # not by what is said of an answer that is new
 
 
 def test_runs_of_a_pack_stop_each_for_itself() -> None:
@@ -140,7 +151,7 @@ def test_of_each_step_one_answer_is_kept(built: experiment.Experiment, kind: str
     assert more < 200 * puzzles * 16 * chains / 2  # a byte a cell
 
 
-@pytest.mark.parametrize("kind", ["vote", "confident", "first"])
+@pytest.mark.parametrize("kind", ["vote", "confident", "first", "settled"])
 def test_views_are_the_puzzle_changed_and_the_answer_changed_back(built: experiment.Experiment, kind: str) -> None:
     """Each view alone, in NumPy, through a program that knows no views."""
     inputs, views = read_split(built, "test").inputs, jax.device_get(fixed_views(VIEW, 3))
@@ -374,7 +385,7 @@ def test_a_program_has_all_chains_at_once(built: experiment.Experiment, data: Pa
         ("{trajectories: 4}", r"task\.thinking: trajectories=4 are all the same without noise; set noise"),
         ("{noise: 0.5}", r"task\.thinking: noise=0\.5 is for trajectories after the first; set trajectories"),
         ("{views: 0}", r"task\.thinking\.views: expected greater than 0"),
-        ("{choose: best}", r"task\.thinking\.choose: expected 'vote', 'confident', 'first' or 'valid'"),
+        ("{choose: best}", r"task\.thinking\.choose: expected 'vote', 'confident', 'first', 'settled' or 'valid'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(data: Path, settings: str, said: str) -> None:

@@ -150,11 +150,12 @@ NoiseAt = Annotated[
     Literal["start", "every_step"] | None, typer.Option(help="Add the noise at the start, or before every step.")
 ]
 Choose = Annotated[
-    Literal["vote", "confident", "first", "valid"] | None,
+    Literal["vote", "confident", "first", "settled", "valid"] | None,
     typer.Option(
         help="One answer of all chains: a `vote` weighted by how sure each is (default), that of the most `confident`, "
-        "of the `first` to stop, or the first that is `valid` by the rules of Sudoku, which the model is not told. "
-        "With the last two thinking ends there, for a batch once all its puzzles have stopped."
+        "of the `first` to stop, of the first that would stop and is `settled` (the same answer in two steps), or the "
+        "first that is `valid` by the rules of Sudoku, which the model is not told. With the last three thinking ends "
+        "there, for a batch once all its puzzles have stopped."
     ),
 ]
 CheckpointOption = Annotated[str, typer.Option("--checkpoint", help="Which one: `best`, `latest` or a step.")]
@@ -177,6 +178,6 @@ def describe_thinking(thinking: Mapping[str, Any]) -> list[str]:
         "choose": "{}",
     }
     choices = {"vote": "by vote", "confident": "the most confident", "first": "the first to stop"}
-    choices["valid"] = "the first that is valid"
+    choices |= {"settled": "the first to stop that has settled", "valid": "the first that is valid"}
     given = {name: value for name in words if (value := thinking.get(name)) is not None}
     return [words[name].format(choices.get(value, str(value).replace("_", " "))) for name, value in given.items()]

@@ -223,7 +223,7 @@ def make_thinking(
         if info.box is None:
             raise ConfigError(
                 f"task.thinking.choose=valid: the puzzles are of kind {info.kind!r}, whose rules are not known; choose "
-                "vote, confident or first"
+                "vote, confident, first or settled"
             )
         rules = sudoku_rules((info.box[0], info.box[1]))
     steps = steps or config.halting.max_steps

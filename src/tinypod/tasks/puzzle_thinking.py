@@ -27,6 +27,9 @@ from tinypod.sharding import ANYWHERE, Placement
 TABLE = "puzzle_table"
 KNOWN = 20.0  # the halting logit of an answer that the rules have judged, or less this
 
+# How one answer is made of all chains. `first` and `settled` end with the first chain that would stop, `settled` if it
+# also gave its answer in the step before; `valid` with the first that the rules accept, not the model.
+Choose = Literal["vote", "confident", "first", "settled", "valid"]
 State = trm.Z | trm.SingleZ
 Rules = Callable[[Array, Array], Array]  # (answers [B, C, S], puzzles [B, S]) -> whether each solves its puzzle [B, C]
 
@@ -39,7 +42,7 @@ class ThinkingConfig(Config):
     trajectories: PositiveInt = 1  # of each view: one as trained, and others with noise
     noise: NonNegativeFloat = 0.0
     noise_at: Literal["start", "every_step"] = "start"
-    choose: Literal["vote", "confident", "first", "valid"] = "vote"  # valid: what the rules say, not the model
+    choose: Choose = "vote"
 
     @model_validator(mode="after")
     def _noise_goes_with_trajectories(self) -> "ThinkingConfig":
@@ -106,20 +109,24 @@ def make_think(
         rows, identifiers = jnp.repeat(seen_BVS, R, axis=1).reshape(B * C, S), jnp.repeat(identifiers_B, C)
         start, advance = make_advance(model, params, rows, identifiers, placement, noise)
 
-        def step(z: State, number: Array) -> tuple[State, Choice, Array]:
+        def step(so_far: tuple[State, Array], number: Array) -> tuple[tuple[State, Array], Choice, Array]:
+            """From the state of all chains and their answers."""
+            z, before_BCS = so_far
             z, answers, q = advance(z, number)
             answers_BVRS = answers.reshape(B, V, R, S)
             if views is not None:
                 answers_BVRS = views.undo(answers_BVRS, axis=1)
             answers_BCS, q_BC2 = answers_BVRS.reshape(B, C, S), q.reshape(B, C, 2)
             valid_BC = None if rules is None else rules(answers_BCS, inputs_BS)
-            return z, *choose(thinking, answers_BCS, q_BC2, valid_BC, continues=continues)
+            chosen = choose(thinking, answers_BCS, q_BC2, before_BCS, valid_BC, continues=continues)
+            return (z, answers_BCS), *chosen
 
-        if thinking.choose in ("first", "valid"):
-            choices, steps_B = until_stopped(step, start, steps, (B, S))
+        begun = start, jnp.zeros((B, C, S), jnp.uint8)  # no answer yet: all padding
+        if thinking.choose in ("first", "settled", "valid"):
+            choices, steps_B = until_stopped(step, begun, steps, (B, S))
         else:
             numbers = jnp.arange(1, steps + 1)
-            choices = jax.lax.scan(lambda z, number: step(z, number)[:2], start, numbers)[1]
+            choices = jax.lax.scan(lambda so_far, number: step(so_far, number)[:2], begun, numbers)[1]
             steps_B = jnp.full((B,), steps)
         return Thought(*choices, C * steps_B.astype(jnp.float32))
 
@@ -226,23 +233,33 @@ def until_stopped(
 
 
 def choose(
-    thinking: ThinkingConfig, answers_BCS: Array, q_BC2: Array, valid_BC: Array | None = None, *, continues: bool
+    thinking: ThinkingConfig,
+    answers_BCS: Array,
+    q_BC2: Array,
+    before_BCS: Array,
+    valid_BC: Array | None = None,
+    *,
+    continues: bool,
 ) -> tuple[Choice, Array]:
-    """Of the chains after a step; and which puzzles have stopped ([B]). `valid`: which answers the rules accept, where
-    they choose."""
+    """Of the chains after a step; and which puzzles have stopped ([B]). `before`: their answers after the step before.
+    `valid`: which answers the rules accept, where they choose."""
     lead_BC = stop_logit(q_BC2, continues=continues)
     if thinking.choose == "vote" and answers_BCS.shape[1] > 1:
         answers_BS, chain_B = _vote(answers_BCS, lead_BC)
-    else:
-        chain_B = jnp.argmax(lead_BC, axis=1)
-        if valid_BC is not None:
-            surest_B = jnp.argmax(jnp.where(valid_BC, lead_BC, -jnp.inf), axis=1)
-            chain_B = jnp.where(jnp.any(valid_BC, axis=1), surest_B, chain_B)
-        answers_BS = _take(answers_BCS, chain_B, axis=1)
+        q_B2 = _take(q_BC2, chain_B, axis=1)
+        return Choice(answers_BS, q_B2), stop_logit(q_B2, continues=continues) > 0
+    ends_BC = lead_BC > 0 if valid_BC is None else valid_BC
+    if thinking.choose == "settled":
+        ends_BC &= jnp.all(answers_BCS == before_BCS, axis=-1)
+    ends_B = jnp.any(ends_BC, axis=1)
+    surest_B = jnp.argmax(jnp.where(ends_BC, lead_BC, -jnp.inf), axis=1)
+    chain_B = jnp.where(ends_B, surest_B, jnp.argmax(lead_BC, axis=1))
     q_B2 = _take(q_BC2, chain_B, axis=1)
     if valid_BC is not None:  # it is known now, whatever the model thinks of it
-        q_B2 = jnp.where(jnp.any(valid_BC, axis=1)[:, None], KNOWN, -KNOWN) * jnp.asarray([1.0, -1.0])[None]
-    return Choice(answers_BS, q_B2), stop_logit(q_B2, continues=continues) > 0
+        q_B2 = jnp.where(ends_B[:, None], KNOWN, -KNOWN) * jnp.asarray([1.0, -1.0])[None]
+    # Where nothing ends the thinking, no logit may say that the model would have stopped.
+    too_much_B = jnp.where(ends_B, 0.0, jnp.maximum(stop_logit(q_B2, continues=continues), 0.0))
+    return Choice(_take(answers_BCS, chain_B, axis=1), q_B2.at[:, 0].add(-too_much_B)), ends_B
 
 
 def _vote(answers_BCS: Array, lead_BC: Array) -> tuple[Array, Array]:
