@@ -35,7 +35,7 @@ from tinypod.evaluate import Evaluator
 from tinypod.tasks import puzzle, puzzle_scores
 from tinypod.tasks.puzzle_thinking import Thought
 
-SETTINGS = ["16", "32", "64", "128", "16x8", "64x8", "16x8 first", "16*8 confident", "16*8 every_step confident"]
+SETTINGS = ["16", "32", "64", "128", "16x8", "64x8", "16x8 settled", "16*8 confident", "16*8 every_step confident"]
 SETTING = re.compile(r"(?P<steps>\d+)(x(?P<views>\d+))?(\*(?P<trajectories>\d+))?(?P<words>( \w+)*)")
 COLOURS = ("#2a78b5", "#d1495b", "#2e8b57", "#c77d0a", "#7b5ea7", "#178f9c")
 
@@ -114,7 +114,7 @@ def passes(settings: list[str], noise: float) -> list[dict[str, dict[str, Any]]]
     for text in settings:
         thinking = parse(text, noise)
         besides = {name: value for name, value in thinking.items() if name != "halt_steps"}
-        alone = text if besides.get("choose") in ("first", "valid") else ""
+        alone = text if besides.get("choose") in ("first", "settled", "valid") else ""
         groups.setdefault(json.dumps(besides) + alone, {})[text] = thinking
     return list(groups.values())
 
@@ -223,13 +223,15 @@ def draw_thinking(out: Path, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         point = row["scores"]["cost"], 100 * row["scores"]["exact_accuracy"], row["setting"]
         series.setdefault((row["recipe"], row["split"]), []).append(point)
+    alone = len({recipe for recipe, _ in series}) == 1
     for number, ((recipe, split), points) in enumerate(series.items()):
+        name = split if alone else f"{recipe}: {split}"
         colour = COLOURS[number % len(COLOURS)]
         for setting in dict.fromkeys(point[2] for point in points):
             here = [point for point in points if point[2] == setting]
             cost, solved = statistics.mean(p[0] for p in here), statistics.mean(p[1] for p in here)
             first = setting == points[0][2]
-            axes.plot(cost, solved, "o", color=colour, markersize=4, label=f"{recipe}: {split}" if first else None)
+            axes.plot(cost, solved, "o", color=colour, markersize=4, label=name if first else None)
             axes.annotate(setting, (cost, solved), xytext=(4, -3), textcoords="offset points", fontsize=6.5)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
