@@ -134,7 +134,7 @@ def test_ctrl_c_in_an_evaluation_says_what_will_be_saved(trained: Terminal, fold
 
 
 def test_where_there_is_no_tpu_its_library_is_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("TPU_STDERR_LOG_LEVEL", "TPU_MIN_LOG_LEVEL", "TPU_SKIP_MDS_QUERY")
+    names = ("TPU_STDERR_LOG_LEVEL", "TPU_MIN_LOG_LEVEL", "TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES")
     monkeypatch.setattr(cli, "DEV", tmp_path)
     for name in names:
         monkeypatch.setenv(name, "")
@@ -146,4 +146,15 @@ def test_where_there_is_no_tpu_its_library_is_quiet(tmp_path: Path, monkeypatch:
     (tmp_path / "vfio" / "0").unlink()
     monkeypatch.setenv(names[0], "0")
     cli._quieten_libtpu()
-    assert [os.environ[name] for name in names] == ["0", "3", "1"], "the user's own setting stays"
+    assert [os.environ[name] for name in names] == ["0", "3", "1", "localhost"], "the user's own setting stays"
+
+
+def test_a_library_without_a_tpu_says_nothing() -> None:
+    pytest.importorskip("libtpu")
+    code = "from tinypod import cli; cli._quieten_libtpu(); import jax; print(jax.devices()[0].platform)"
+    # Another process may hold the library's lock, and then it is not even tried.
+    env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS" and not name.startswith("TPU_")}
+    env |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    told = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert told.stdout
+    assert "TPU" not in told.stderr

@@ -64,6 +64,9 @@ def _quieten_libtpu() -> None:
         for name in ("TPU_STDERR_LOG_LEVEL", "TPU_MIN_LOG_LEVEL"):
             os.environ.setdefault(name, "3")  # fatal errors only
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        # What it would have asked. Any answer will do, for it finds no chips; without one it complains at any level.
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 
 def _fail(message: str, exit_code: int = UserError.exit_code) -> None:
