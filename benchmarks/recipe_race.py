@@ -11,7 +11,6 @@ too: `--thought task.halting.max_steps=64 task.thinking.views=8`, each by itself
 
 import argparse
 import json
-import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,12 +38,19 @@ class Contestant(NamedTuple):
 
 def parse(text: str) -> tuple[str, list[str]]:
     recipe, _, rest = text.partition(":")
-    return recipe, [part for part in re.split(r",(?![^{\[]*[}\]])", rest) if part]
+    overrides, depth = [""], 0
+    for character in rest:
+        depth += (character in "{[") - (character in "}]")
+        if character == "," and not depth:
+            overrides.append("")
+        else:
+            overrides[-1] += character
+    return recipe, [override for override in overrides if override]
 
 
 def prepare(text: str, splits: list[str], limit: int | None, thought: list[str]) -> Contestant:
     recipe, overrides = parse(text)
-    config = configs.load(recipe, [*overrides, *(["eval.weights=ema"])], ExperimentConfig)
+    config = configs.load(recipe, [*overrides, "eval.weights=ema"], ExperimentConfig)
     experiment = build(config)
     feed = experiment.task.open_feed(experiment.mesh)(0)
     many = experiment.steps_per_dispatch
@@ -81,7 +87,7 @@ def race(contestant: Contestant, seconds: float, parts: int, out: Path) -> None:
         jax.block_until_ready(state)
         return state, sums, (time.perf_counter() - began) / dispatches
 
-    state, _, _ = run(experiment.init(), experiment.put_settings(), 0, WARM)
+    state, sums, _ = run(experiment.init(), experiment.put_settings(), 0, WARM)
     _, _, pace = run(state, experiment.put_settings(), WARM * many, WARM)
     state, done, spent = experiment.init(), 0, 0.0
     for part in range(1, parts + 1):

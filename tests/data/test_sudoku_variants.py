@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from tinypod.cli import app
 from tinypod.data import build, sudoku, sudoku_generator, sudoku_solver, sudoku_variants
-from tinypod.data.puzzles import read_split
+from tinypod.data.puzzles import read_info, read_split
 from tinypod.data.sudoku import Puzzles, signatures
 
 HARD = "..19......3..7..8...6...4..5.....34..4..3...8.....972.6..3......7..2.8....51.7..."
@@ -85,6 +86,30 @@ def test_plain_python_makes_the_same(capsys):
     told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert told == capsys.readouterr().out
     assert int(told.split()[-1]) > 5
+
+
+def test_the_command_keeps_held_out_puzzles_out(tmp_path, monkeypatch):
+    asked = {}
+
+    def make(puzzles, box, most, seed, avoid, progress):
+        asked.update(puzzles=puzzles, most=most, avoid=avoid)
+        return Puzzles(*(column[:0] for column in puzzles))
+
+    monkeypatch.setattr(sudoku_variants, "make_variants", make)
+    sizes = ["--train-size", "6", "--test-size", "5", "--holdout", "4", "--variants", "3"]
+    app(["data", "sudoku", str(tmp_path / "d"), "--generate", "--box", "2x3", *sizes], standalone_mode=False)
+    info = read_info(tmp_path / "d")
+    splits = {name: sudoku.to_digits(read_split(tmp_path / "d", info, name).inputs) for name in info.splits}
+    unseen = np.concatenate([splits["test"], splits["holdout"]])
+    assert set(asked["avoid"].tolist()) == set(signatures(unseen, (2, 3)).tolist())
+    assert {bytes(row) for row in asked["puzzles"].questions} == {bytes(row) for row in splits["train"]}
+    assert asked["most"] == 3
+
+
+def test_any_seed_will_do(few):
+    huge = sudoku_variants.make_variants(as_puzzles(few.questions[1:2]), (3, 3), 2, 2**64 + 1, NONE)
+    small = sudoku_variants.make_variants(as_puzzles(few.questions[1:2]), (3, 3), 2, 1, NONE)
+    np.testing.assert_array_equal(huge.questions, small.questions)
 
 
 def test_a_dataset_has_them_in_its_training_split_alone(tmp_path):

@@ -31,7 +31,8 @@ def data_sudoku(
         int,
         typer.Option(
             min=0,
-            help="Up to this many more training puzzles for each: other clues, the same answer, about as hard.",
+            max=10_000,
+            help="Up to this many more training puzzles for each: other clues, same answer, half as hard or harder.",
         ),
     ] = 0,
     box: Annotated[

@@ -277,8 +277,8 @@ def generate_batch(
 
 @_compiled
 def _differing_cells(puzzle, answer, rng, units, peers):
-    """Cells in which some other solution of a puzzle differs from its answer: all of a solution's, found in random
-    order, so that any may be it; none where the answer is the only one. And whether the search came to its end."""
+    """The cells in which another solution, any of them at random, differs from a puzzle's answer; none where there is
+    no other. And whether the search came to its end."""
     while True:
         found, _, other = _search(puzzle, units, peers, 2, MAX_GUESSES, rng)
         cells = [cell for cell in range(len(answer)) if other[cell] != answer[cell]]
@@ -292,8 +292,8 @@ def _differing_cells(puzzle, answer, rng, units, peers):
 def _exchange(puzzle, answer, full, taken, fewest, rng, no_rng, units, peers):
     """Another puzzle with the same answer, and its rating; -1 for an attempt given up.
 
-    So many random clues go, others are given until the answer is the only solution again, every clue goes that can, and
-    random ones come back until there are as many as `fewest`.
+    So many random clues go, cells of the answer are given until it is the only solution again, every clue goes that
+    can, and random ones come back until there are as many as `fewest`.
     """
     puzzle, order = puzzle.copy(), list(range(len(puzzle)))
     _shuffle(order, rng)

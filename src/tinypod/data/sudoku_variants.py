@@ -15,7 +15,7 @@ import numpy as np
 from tinypod.data.sudoku import Box, Progress, Puzzles, signatures
 from tinypod.data.sudoku_solver import wander
 
-ATTEMPTS = 60  # for each variant that is asked for: a hard puzzle gives one in 30 to 200
+ATTEMPTS = 60  # for each variant that is asked for: a hard puzzle gives a new one in some 50 to 200
 STEPS = 8  # of a walk, for each variant: it comes back to puzzles where it was before
 
 
@@ -25,12 +25,12 @@ def make_variants(
     """Up to `most` variants of each puzzle, with one solution, at least half its rating and as many clues or more; no
     two, nor one and a puzzle, with the same signature, and none with a signature of `avoid`, uint64 [N].
 
-    A puzzle's own depend on it and the seed alone, not on the puzzles beside it.
+    A puzzle's own depend on it, the seed and `most`, not on the puzzles beside it, but for those that are left out.
     """
 
     def make(row: int) -> tuple[np.ndarray, np.ndarray]:
         question, answer = puzzles.questions[row], puzzles.answers[row]
-        digest = hashlib.sha256(seed.to_bytes(8, "little") + question.tobytes()).digest()
+        digest = hashlib.sha256((seed % 2**64).to_bytes(8, "little") + question.tobytes()).digest()
         walk_seed = int.from_bytes(digest[:8], "little")
         found, ratings = wander(question, answer, box, walk_seed, STEPS * most, ATTEMPTS * most)
         _, first = np.unique(signatures(found, box), return_index=True)

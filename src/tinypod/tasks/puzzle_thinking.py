@@ -25,6 +25,7 @@ from tinypod.models import trm
 from tinypod.sharding import ANYWHERE, Placement
 
 TABLE = "puzzle_table"
+UNDECIDED = 1e-3  # how far below stopping, relative to the logits, the one of a chain stays that has not settled
 KNOWN = 20.0  # the halting logit of an answer that the rules have judged, or less this
 
 # How one answer is made of all chains. `first` and `settled` end with the first chain that would stop, `settled` if it
@@ -257,9 +258,11 @@ def choose(
     q_B2 = _take(q_BC2, chain_B, axis=1)
     if valid_BC is not None:  # it is known now, whatever the model thinks of it
         q_B2 = jnp.where(ends_B[:, None], KNOWN, -KNOWN) * jnp.asarray([1.0, -1.0])[None]
-    # Where nothing ends the thinking, no logit may say that the model would have stopped.
-    too_much_B = jnp.where(ends_B, 0.0, jnp.maximum(stop_logit(q_B2, continues=continues), 0.0))
-    return Choice(_take(answers_BCS, chain_B, axis=1), q_B2.at[:, 0].add(-too_much_B)), ends_B
+    # Where nothing ends the thinking, no logit may say that the model would have stopped, nor by a rounding error.
+    against_B = q_B2[:, 1] if continues else jnp.zeros_like(q_B2[:, 1])
+    highest_B = against_B - UNDECIDED * (1 + jnp.abs(against_B))
+    q_B2 = q_B2.at[:, 0].set(jnp.where(ends_B, q_B2[:, 0], jnp.minimum(q_B2[:, 0], highest_B)))
+    return Choice(_take(answers_BCS, chain_B, axis=1), q_B2), ends_B
 
 
 def _vote(answers_BCS: Array, lead_BC: Array) -> tuple[Array, Array]:
