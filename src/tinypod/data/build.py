@@ -44,8 +44,8 @@ def build_sudoku(
     variants: int = 0,
 ) -> puzzles.DatasetInfo:
     """Make a dataset folder: generated, or from CSVs (local ones, or the hub's). `holdout`: so many more puzzles from
-    where those for training come from, as a split of that name. `variants`: up to so many more of each training puzzle,
-    with the same answer, half as hard or harder."""
+    where those for training come from, as a split of that name. `variants`: up to so many more near each of
+    these, about as hard."""
     puzzles.check_new(out)
     if generate and (train_csv or test_csv):
         raise UserError("--generate makes puzzles up: leave out --train-csv and --test-csv, or --generate")

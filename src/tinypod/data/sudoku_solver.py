@@ -26,8 +26,8 @@ except ImportError:
     COMPILED = False
     INT = UINT = int  # type: ignore[assignment]
 
-MAX_GUESSES, UNLIMITED = 100_000, 1 << 62  # of a search, before an attempt at a puzzle is given up
 MOST_TAKEN = 2  # clues exchanged at a time: the more, the fewer of the puzzles made of a hard one are hard
+MAX_GUESSES, UNLIMITED = 100_000, 1 << 62  # of a search, before an attempt at a puzzle is given up
 # SplitMix64 (Steele et al. 2014). Python's ints do not wrap around at 64 bits, hence the mask.
 MASK, GOLDEN, SEED = UINT(2**64 - 1), UINT(0x9E3779B97F4A7C15), UINT(0x5851F42D4C957F2D)
 MIX_1, MIX_2 = UINT(0xBF58476D1CE4E5B9), UINT(0x94D049BB133111EB)
@@ -289,11 +289,49 @@ def _differing_cells(puzzle, answer, rng, units, peers):
 
 
 @_compiled
-def _exchange(puzzle, answer, full, taken, fewest, rng, no_rng, units, peers):
-    """Another puzzle with the same answer, and its rating; -1 for an attempt given up.
+def _open_after_trials(puzzle, units, peers):
+    """Cells that stay open once every digit is gone whose trial, followed by singles, contradicts the rules.
 
-    So many random clues go, cells of the answer are given until it is the only solution again, every clue goes that
-    can, and random ones come back until there are as many as `fewest`.
+    In the hardest puzzles nearly all: there one has to try two digits at a time.
+    """
+    state, queue, size = puzzle.copy(), puzzle.copy(), 0
+    for cell in range(len(state)):
+        if state[cell] & (state[cell] - 1) == 0:
+            queue[size] = cell
+            size += 1
+    possible = _propagate(state, queue, size, units, peers)
+    changed = True
+    while possible and changed:
+        changed = False
+        for cell in range(len(state)):
+            bits = state[cell]
+            while bits:
+                bit = bits & -bits
+                bits ^= bit
+                if state[cell] & bit == 0 or state[cell] == bit:
+                    continue
+                guess = state.copy()
+                guess[cell], queue[0] = bit, cell
+                if _propagate(guess, queue, 1, units, peers):
+                    continue
+                state[cell] ^= bit
+                size = 1 if state[cell] & (state[cell] - 1) == 0 else 0
+                queue[0] = cell
+                possible = _propagate(state, queue, size, units, peers)
+                changed = True
+    number = 0
+    for cell in range(len(state)):
+        number += state[cell] & (state[cell] - 1) != 0
+    return number
+
+
+@_compiled
+def _exchange(puzzle, full, taken, fewest, hope, rng, no_rng, units, peers):
+    """Another puzzle, its answer and its rating; -1 for an attempt given up.
+
+    So many random clues go, one of the answers that there are then is drawn, cells of it are given until it is the only
+    one again, every clue goes that can, and random ones come back until there are as many as `fewest`. An attempt whose
+    rating is below `hope` before clues go is given up: few of those get harder by it, and it takes most of the time.
     """
     puzzle, order = puzzle.copy(), list(range(len(puzzle)))
     _shuffle(order, rng)
@@ -301,14 +339,20 @@ def _exchange(puzzle, answer, full, taken, fewest, rng, no_rng, units, peers):
         if taken > 0 and puzzle[cell] != full:
             puzzle[cell] = full
             taken -= 1
+    found, _, answer = _search(puzzle, units, peers, 1, MAX_GUESSES, rng)
+    if found != 1:
+        return puzzle, answer, -1
     while True:
         cells, ended = _differing_cells(puzzle, answer, rng, units, peers)
         if not ended:
-            return puzzle, -1
+            return puzzle, answer, -1
         if len(cells) == 0:
             break
         cell = cells[_random_below(rng, len(cells))]
         puzzle[cell] = answer[cell]
+    _, guesses, _ = _search(puzzle, units, peers, 2, UNLIMITED, no_rng)
+    if guesses < hope:
+        return puzzle, answer, -1
     _shuffle(order, rng)
     missing = fewest
     for cell in order:
@@ -318,7 +362,7 @@ def _exchange(puzzle, answer, full, taken, fewest, rng, no_rng, units, peers):
         other[cell] = full ^ answer[cell]
         found, _, _ = _search(other, units, peers, 1, MAX_GUESSES, no_rng)
         if found < 0:
-            return puzzle, -1
+            return puzzle, answer, -1
         if found == 0:
             puzzle[cell] = full
         else:
@@ -329,39 +373,53 @@ def _exchange(puzzle, answer, full, taken, fewest, rng, no_rng, units, peers):
             puzzle[cell] = answer[cell]
             missing -= 1
     _, guesses, _ = _search(puzzle, units, peers, 2, UNLIMITED, no_rng)
-    return puzzle, guesses
+    return puzzle, answer, guesses
 
 
 @_compiled
-def _wander(puzzle, answer, full, seed, attempts, rng, no_rng, units, peers, made, ratings):
-    """From a puzzle to another, and from that to the next, each at least half as hard as the first; how many were made.
-    The walk may come back to where it was."""
+def _among(puzzle, others, number):
+    for i in range(number):
+        cell = 0
+        while cell < len(puzzle) and puzzle[cell] == others[i][cell]:
+            cell += 1
+        if cell == len(puzzle):
+            return True
+    return False
+
+
+@_compiled
+def _wander(start, full, seed, attempts, rng, no_rng, units, peers, made, answers, ratings):
+    """Makes puzzles of one, and of those that were made, with at least half the guesses of the first and nine tenths of
+    its cells open after trials. How many there are then; no two are the same."""
     rng[0] = _mix(seed ^ SEED)
     fewest = 0
-    for cell in range(len(puzzle)):
-        fewest += puzzle[cell] != full
-    _, hard, _ = _search(puzzle, units, peers, 2, UNLIMITED, no_rng)
-    number = 0
+    for cell in range(len(start)):
+        fewest += start[cell] != full
+    _, hard, _ = _search(start, units, peers, 2, UNLIMITED, no_rng)
+    left, number = _open_after_trials(start, units, peers), 0
     for _ in range(attempts):
         if number == len(made):
             break
+        parent = _random_below(rng, 2 * number + 2)  # half of the attempts begin at the first: hard ones are near it
+        puzzle = made[parent] if parent < number else start
         taken = 1 + _random_below(rng, MOST_TAKEN)
-        other, rating = _exchange(puzzle, answer, full, taken, fewest, rng, no_rng, units, peers)
-        if rating >= 0 and 2 * rating >= hard:
-            made[number][:], ratings[number], puzzle = other, rating, other
+        other, answer, rating = _exchange(puzzle, full, taken, fewest, hard // 4, rng, no_rng, units, peers)
+        if rating < 0 or 2 * rating < hard or _among(other, made, number):
+            continue
+        if 10 * _open_after_trials(other, units, peers) >= 9 * left:
+            made[number][:], answers[number][:], ratings[number] = other, answer, rating
             number += 1
     return number
 
 
-def wander(
-    question: np.ndarray, answer: np.ndarray, box: Box, seed: int, most: int, attempts: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Puzzles uint8 [N, S] with the answer of this one and at least half its rating, and their ratings: at most so
-    many, from so many attempts. Each differs from the one before it in few clues; some come more than once."""
+def wander(question: np.ndarray, box: Box, seed: int, most: int, attempts: int) -> tuple[np.ndarray, ...]:
+    """Puzzles uint8 [N, S] near this one and about as hard, their answers, and their ratings: at most so many, from so
+    many attempts. Each differs in few clues from this one, or from one before it; some may be copies."""
     full = 2 ** (box[0] * box[1]) - 1
     puzzle = _native(np.where(question > 0, 1 << (question.astype(np.int32) - 1), full).astype(np.int32))
-    solution = _native((1 << (answer.astype(np.int32) - 1)).astype(np.int32))
-    made, ratings = _native(np.zeros((most, len(question)), np.int32)), _native(np.zeros(most, np.int32))
+    made, answers = (_native(np.zeros((most, len(question)), np.int32)) for _ in range(2))
+    ratings = _native(np.zeros(most, np.int32))
     rng, no_rng = _native(np.zeros(1, np.uint64)), _native(np.zeros(0, np.uint64))
-    number = _wander(puzzle, solution, full, UINT(seed % 2**64), attempts, rng, no_rng, *_tables(box), made, ratings)
-    return _to_digits(made, full)[:number], np.asarray(ratings, np.int32)[:number]
+    number = _wander(puzzle, full, UINT(seed % 2**64), attempts, rng, no_rng, *_tables(box), made, answers, ratings)
+    questions, solved = (_to_digits(masks, full)[:number] for masks in (made, answers))
+    return questions, solved, np.asarray(ratings, np.int32)[:number]

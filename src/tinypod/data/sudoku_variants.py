@@ -1,7 +1,7 @@
-"""More hard puzzles from few: others with the same answers, made of them by exchanging clues.
+"""More hard puzzles from few: others near them, made by exchanging clues.
 
-Few of the puzzles that one could make up are hard. A hard one with one clue or two taken away, and others given until
-its answer is the only one again, often is. Nothing but the puzzle, its answer and the rules of Sudoku goes into it.
+Few of the puzzles that one could make up are hard. A hard one with a clue taken away, and others given until there is
+one answer again, now and then is. Nothing but the puzzle and the rules of Sudoku goes into it.
 
 Importing this module imports numba, which is slow: import it inside functions.
 """
@@ -15,39 +15,45 @@ import numpy as np
 from tinypod.data.sudoku import Box, Progress, Puzzles, signatures
 from tinypod.data.sudoku_solver import wander
 
-ATTEMPTS = 60  # for each variant that is asked for: a hard puzzle gives a new one in some 50 to 200
-STEPS = 8  # of a walk, for each variant: it comes back to puzzles where it was before
+ATTEMPTS = 120  # for each variant that is asked for: of a hard puzzle few in a thousand give one
+SPARE = 2  # times as many are made of an easy one, then some of them are taken: the first are the nearest
 
 
 def make_variants(
     puzzles: Puzzles, box: Box, most: int, seed: int, avoid: np.ndarray, progress: Progress | None = None
 ) -> Puzzles:
-    """Up to `most` variants of each puzzle, with one solution, at least half its rating and as many clues or more; no
-    two, nor one and a puzzle, with the same signature, and none with a signature of `avoid`, uint64 [N].
+    """Up to `most` variants of each puzzle, about as hard and with as many clues or more; no two, nor one and a puzzle,
+    with the same signature, and none with a signature of `avoid`, uint64 [N].
 
     A puzzle's own depend on it, the seed and `most`, not on the puzzles beside it, but for those that are left out.
     """
+    known = np.concatenate([signatures(puzzles.questions, box), avoid])
 
-    def make(row: int) -> tuple[np.ndarray, np.ndarray]:
-        question, answer = puzzles.questions[row], puzzles.answers[row]
+    def make(row: int) -> Puzzles:
+        question = puzzles.questions[row]
         digest = hashlib.sha256((seed % 2**64).to_bytes(8, "little") + question.tobytes()).digest()
         walk_seed = int.from_bytes(digest[:8], "little")
-        found, ratings = wander(question, answer, box, walk_seed, STEPS * most, ATTEMPTS * most)
-        _, first = np.unique(signatures(found, box), return_index=True)
-        kept = np.sort(first)[:most]
-        return found[kept], ratings[kept]
+        questions, answers, ratings = wander(question, box, walk_seed, SPARE * most, ATTEMPTS * most)
+        new = _first_of_each(signatures(questions, box), known)
+        kept = new[np.arange(min(most, len(new))) * len(new) // max(1, min(most, len(new)))]
+        return Puzzles(questions[kept], answers[kept], [f"{puzzles.sources[row]}_variant"] * len(kept), ratings[kept])
 
     made = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # compiled, the solver holds no lock
-        for found in pool.map(make, range(len(puzzles.questions))):
-            made.append(found)
+        for variants in pool.map(make, range(len(puzzles.questions))):
+            made.append(variants)
             if progress:
                 progress(1)
-    questions, ratings = (np.concatenate(column) for column in zip(*made, strict=True))
-    rows = np.repeat(np.arange(len(made)), [len(found) for found, _ in made])
-    marks = signatures(questions, box)
-    first = np.zeros(len(marks), bool)
-    first[np.unique(marks, return_index=True)[1]] = True
-    new = first & ~np.isin(marks, np.concatenate([signatures(puzzles.questions, box), avoid]))
-    sources = [f"{puzzles.sources[row]}_variant" for row in rows[new]]
-    return Puzzles(questions[new], puzzles.answers[rows[new]], sources, ratings[new])
+    questions, answers, ratings = (np.concatenate([getattr(part, name) for part in made]) for name in _COLUMNS)
+    sources = [source for part in made for source in part.sources]
+    new = _first_of_each(signatures(questions, box), known)  # two puzzles may have the same variant
+    return Puzzles(questions[new], answers[new], [sources[row] for row in new], ratings[new])
+
+
+_COLUMNS = ("questions", "answers", "ratings")
+
+
+def _first_of_each(marks: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Rows, in order, whose signature no earlier row has and which is not known."""
+    first = np.sort(np.unique(marks, return_index=True)[1])
+    return first[~np.isin(marks[first], known)]
