@@ -23,6 +23,7 @@ from tinypod.runs.folder import Run
 from tinypod.sharding import path_of
 from tinypod.solve.refine import make_program, refine
 from tinypod.tasks.puzzle import _cell_losses
+from tinypod.tasks.puzzle_thinking import disturb
 
 ABLATIONS = {
     "normalised gate": "model.gate=normalised",
@@ -30,6 +31,7 @@ ABLATIONS = {
     "separate nets": "model.separate_nets=true",
     "one-step gradient": "model.one_step_gradient=true",
     "continue loss": "task.continue_loss=true",
+    "noise in the states": "task.state_noise=0.5",
 }
 MUON = "optimizer={kind: muon, learning_rate: 0.02, weight_decay: 0.01, adam: {learning_rate: 1e-3}}"
 DEEPER = ("model.H_cycles=2", "model.L_cycles=2")
@@ -64,6 +66,36 @@ def test_a_halting_head_that_begins_undecided_learns_at_once(data: Path) -> None
     state, sums = run(data, "model.stop_bias=0", steps=1)
     assert float(sums[0]["q_loss"] / sums[0]["weight"]) == pytest.approx(np.log(2), rel=1e-5)
     assert float(state.params["q_head"]["bias"][0]) < 0
+
+
+def test_noise_in_the_states_is_drawn_for_each_row_state_and_step() -> None:
+    z = trm.Z(*(jnp.full((3, 40, 16), value, jnp.bfloat16) for value in (0.0, 1.0)))
+    keys = jax.random.split(jax.random.key(1), 3)
+    noisy = disturb(z, keys, 0.5)
+    assert [x.dtype for x in noisy] == [jnp.bfloat16, jnp.bfloat16]
+    drawn = np.stack([np.asarray(x, np.float32) - np.asarray(old, np.float32) for x, old in zip(noisy, z, strict=True)])
+    assert np.abs(drawn.std(axis=(2, 3)) - 0.5).max() < 0.05
+    flat = drawn.reshape(6, -1)
+    assert np.abs(np.corrcoef(flat) - np.eye(6)).max() < 0.2
+    alone = disturb(jax.tree.map(lambda x: x[1:2], z), keys[1:2], 0.5)
+    for x, of_three in zip(alone, noisy, strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(of_three[1:2], np.float32))
+
+
+def test_noise_is_there_in_training_alone(data: Path) -> None:
+    """Drawn anew for every batch, by the seed; what else is drawn stays, and evaluation has none."""
+    keys = ("optimizer.learning_rate=1e-9", "optimizer.weight_decay=0")  # so that weights stay where they are
+    quiet, noisy, again = (run(data, f"task.state_noise={std}", *keys, steps=2) for std in (0.0, 0.5, 0.5))
+    losses = [[float(one["lm_loss"]) for one in sums] for _, sums in (quiet, noisy, again)]
+    assert losses[1] == losses[2]
+    assert losses[0][0] != losses[1][0]
+    assert_same_states(quiet[0].carry["example"], noisy[0].carry["example"])
+    scores = []
+    for std in (0.0, 0.5):
+        built = experiment.build(tiny_config(data, f"task.state_noise={std}"), jax.devices()[:1])
+        evaluator = Evaluator(built.task.open_evaluation(None), built.mesh, built.specs, 16)
+        scores.append(evaluator(quiet[0].params))
+    assert scores[0] == scores[1]
 
 
 @pytest.mark.parametrize(

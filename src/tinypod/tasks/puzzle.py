@@ -40,7 +40,15 @@ from tinypod.tasks.puzzle_schedule import (
     make_at_step,
 )
 from tinypod.tasks.puzzle_scores import ACCURACIES, score
-from tinypod.tasks.puzzle_thinking import TABLE, ThinkingConfig, Thought, make_think, stop_logit, sudoku_rules
+from tinypod.tasks.puzzle_thinking import (
+    TABLE,
+    ThinkingConfig,
+    Thought,
+    disturb,
+    make_think,
+    stop_logit,
+    sudoku_rules,
+)
 from tinypod.tasks.task import Draw, Evaluation, Task, TaskKind
 
 
@@ -71,6 +79,7 @@ class PuzzleTaskConfig(Config):
     # second forward pass.
     continue_loss: bool = False
     halting: Halting = Halting()
+    state_noise: NonNegativeFloat = 0.0  # in training, added to z before each step: a std, where that of z is 1
     thinking: ThinkingConfig = ThinkingConfig()  # in evaluation
     curriculum: Annotated[list[Stage], Field(default=[])]  # then the model's own cycles; evaluation always has those
 
@@ -147,10 +156,14 @@ def build_task(config: Any, opened: Opened, placement: Placement = ANYWHERE) -> 
         example_key, explore_key, until_key = jax.random.split(draw.key, 3)
         explore = jax.random.bernoulli(explore_key, varied["exploration"], (batch_size,))
         until = jax.random.randint(until_key, (batch_size,), min(2, max_steps), max_steps + 1)
-        return {
+        batch = {
             "example": draw_examples(sampler, arrays, draw.number, example_key, draw.run_key, batch_size),
             "min_steps": jnp.where(explore, until, 0),
         }
+        if config.task.state_noise:
+            noise_key = jax.random.fold_in(draw.key, 3)  # beside the three above
+            batch["noise"] = jax.random.bits(noise_key, (batch_size,), jnp.uint32)
+        return batch
 
     def open_evaluation(split: str | None) -> Evaluation:
         held_out = puzzles.read_split(*opened, split or config.data.eval_split)
@@ -292,7 +305,10 @@ KIND = TaskKind(
     trm.TrmConfig,
     open_data,
     build_task,
-    changeable=(r"task\.(halting\.exploration|q_loss_weight|curriculum|thinking)(\..*)?", r"data\.expected.*"),
+    changeable=(
+        r"task\.(halting\.exploration|q_loss_weight|state_noise|curriculum|thinking)(\..*)?",
+        r"data\.expected.*",
+    ),
     varied=(r"task\.(halting\.exploration|q_loss_weight)",),
     resident=True,
     recall=recall_data,
@@ -306,6 +322,7 @@ def describe(config: PuzzleTaskConfig, model: trm.TrmConfig, info: puzzles.Datas
         "separate nets": model.separate_nets,
         "one-step gradient": model.one_step_gradient,
         "continue loss": config.continue_loss,
+        "noise in the states": config.state_noise > 0,
     }
     parts = [f"{model.mixing.kind} mixing", *(name for name, on in changed.items() if on), model.dtype]
     return f"{', '.join(parts)}, puzzles of {info.seq_len} cells"
@@ -334,7 +351,11 @@ def make_loss(
     ) -> tuple[Array, tuple[dict[str, Any], dict[str, Array]]]:
         cycles = cycles_of(varied) if config.curriculum else None
         tokens, rows = carry["example"]["inputs"], table_rows.get(TABLE)
-        z, logits, q = trm.apply(model, params, carry["z"], tokens, rows, placement, cycles)
+        z = carry["z"]
+        if config.state_noise:
+            keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), batch["noise"])
+            z = disturb(z, keys_B, config.state_noise)
+        z, logits, q = trm.apply(model, params, z, tokens, rows, placement, cycles)
         scores = score(jnp.argmax(logits, axis=-1), q[:, 0], carry["example"]["labels"])
         lm_loss = _cell_losses(config, logits, carry["example"]["labels"])
         q_loss = optax.sigmoid_binary_cross_entropy(q[:, 0], scores["exact_accuracy"])

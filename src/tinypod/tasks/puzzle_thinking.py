@@ -166,16 +166,19 @@ def make_noise(thinking: ThinkingConfig, inputs_BS: Array) -> Noise:
     std = jnp.where(chain_BC % thinking.trajectories > 0, jnp.float32(thinking.noise), 0.0)[:, None, None]
 
     def add(z: State, step: Array) -> State:
-        def draw(key: Array, number: int, shape: tuple[int, ...]) -> Array:
-            return jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, step), number), shape)
-
-        def disturb(number: int, x: Array) -> Array:
-            drawn = jax.vmap(lambda key: draw(key, number, x.shape[1:]))(keys)
-            return (x.astype(jnp.float32) + std * drawn).astype(x.dtype)
-
-        return type(z)(*(disturb(number, x) for number, x in enumerate(z)))
+        return disturb(z, jax.vmap(jax.random.fold_in, (0, None))(keys, step), std)
 
     return Noise(add, thinking.noise_at == "every_step")
+
+
+def disturb(z: State, keys_B: Array, std: Array | float) -> State:
+    """The states with normal noise in them, drawn for each row by its key."""
+
+    def add(number: int, x: Array) -> Array:
+        drawn = jax.vmap(lambda key: jax.random.normal(jax.random.fold_in(key, number), x.shape[1:]))(keys_B)
+        return (x.astype(jnp.float32) + std * drawn).astype(x.dtype)
+
+    return type(z)(*(add(number, x) for number, x in enumerate(z)))
 
 
 def make_advance(
