@@ -29,12 +29,12 @@ class Puzzles(NamedTuple):
     ratings: np.ndarray  # int32 [N], guesses that a solver of singles needs
 
 
-def join(first: Puzzles, second: Puzzles) -> Puzzles:
+def join(*parts: Puzzles) -> Puzzles:
     return Puzzles(
-        np.concatenate([first.questions, second.questions]),
-        np.concatenate([first.answers, second.answers]),
-        first.sources + second.sources,
-        np.concatenate([first.ratings, second.ratings]),
+        np.concatenate([part.questions for part in parts]),
+        np.concatenate([part.answers for part in parts]),
+        [source for part in parts for source in part.sources],
+        np.concatenate([part.ratings for part in parts]),
     )
 
 

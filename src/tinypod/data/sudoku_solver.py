@@ -388,19 +388,19 @@ def _among(puzzle, others, number):
 
 
 @_compiled
-def _wander(start, full, seed, attempts, rng, no_rng, units, peers, made, answers, ratings):
-    """Makes puzzles of one, and of those that were made, with at least half the guesses of the first and nine tenths of
-    its cells open after trials. How many there are then; no two are the same."""
+def _wander(full, seed, attempts, rng, no_rng, units, peers, made, answers, ratings):
+    """Makes puzzles of the first of `made`, and of those that were made, with at least half of its guesses and nine
+    tenths as many cells open after trials. How many there are then with the first; no two are the same."""
     rng[0] = _mix(seed ^ SEED)
-    fewest = 0
+    start, fewest = made[0].copy(), 0
     for cell in range(len(start)):
         fewest += start[cell] != full
     _, hard, _ = _search(start, units, peers, 2, UNLIMITED, no_rng)
-    left, number = _open_after_trials(start, units, peers), 0
+    left, number = _open_after_trials(start, units, peers), 1
     for _ in range(attempts):
         if number == len(made):
             break
-        parent = _random_below(rng, 2 * number + 2)  # half of the attempts begin at the first: hard ones are near it
+        parent = _random_below(rng, 2 * number)  # half of the attempts begin at the first: hard ones are near it
         puzzle = made[parent] if parent < number else start
         taken = 1 + _random_below(rng, MOST_TAKEN)
         other, answer, rating = _exchange(puzzle, full, taken, fewest, hard // 4, rng, no_rng, units, peers)
@@ -414,12 +414,14 @@ def _wander(start, full, seed, attempts, rng, no_rng, units, peers, made, answer
 
 def wander(question: np.ndarray, box: Box, seed: int, most: int, attempts: int) -> tuple[np.ndarray, ...]:
     """Puzzles uint8 [N, S] near this one and about as hard, their answers, and their ratings: at most so many, from so
-    many attempts. Each differs in few clues from this one, or from one before it; some may be copies."""
+    many attempts. Each differs in few clues from this one, or from one before it; some may be symmetric copies."""
     full = 2 ** (box[0] * box[1]) - 1
-    puzzle = _native(np.where(question > 0, 1 << (question.astype(np.int32) - 1), full).astype(np.int32))
-    made, answers = (_native(np.zeros((most, len(question)), np.int32)) for _ in range(2))
-    ratings = _native(np.zeros(most, np.int32))
+    shape = (1 + most, len(question))
+    puzzles, answers, ratings = np.full(shape, full, np.int32), np.zeros(shape, np.int32), np.zeros(1 + most, np.int32)
+    given = question > 0
+    puzzles[0, given] = 1 << (question[given].astype(np.int32) - 1)
+    made, found, counted = _native(puzzles), _native(answers), _native(ratings)
     rng, no_rng = _native(np.zeros(1, np.uint64)), _native(np.zeros(0, np.uint64))
-    number = _wander(puzzle, full, UINT(seed % 2**64), attempts, rng, no_rng, *_tables(box), made, answers, ratings)
-    questions, solved = (_to_digits(masks, full)[:number] for masks in (made, answers))
-    return questions, solved, np.asarray(ratings, np.int32)[:number]
+    number = _wander(full, UINT(seed % 2**64), attempts, rng, no_rng, *_tables(box), made, found, counted)
+    questions, solved = (_to_digits(masks, full)[1:number] for masks in (made, found))
+    return questions, solved, np.asarray(counted, np.int32)[1:number]

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from tinypod.data.sudoku import Box, Progress, Puzzles, signatures
+from tinypod.data.sudoku import Box, Progress, Puzzles, join, signatures
 from tinypod.data.sudoku_solver import wander
 
-ATTEMPTS = 120  # for each variant that is asked for: of a hard puzzle few in a thousand give one
+ATTEMPTS = 400  # for each variant that is asked for: of a hard puzzle few in a thousand give one
 SPARE = 2  # times as many are made of an easy one, then some of them are taken: the first are the nearest
 
 
@@ -27,16 +27,17 @@ def make_variants(
 
     A puzzle's own depend on it, the seed and `most`, not on the puzzles beside it, but for those that are left out.
     """
-    known = np.concatenate([signatures(puzzles.questions, box), avoid])
+    own = signatures(puzzles.questions, box)
 
     def make(row: int) -> Puzzles:
         question = puzzles.questions[row]
         digest = hashlib.sha256((seed % 2**64).to_bytes(8, "little") + question.tobytes()).digest()
         walk_seed = int.from_bytes(digest[:8], "little")
         questions, answers, ratings = wander(question, box, walk_seed, SPARE * most, ATTEMPTS * most)
-        new = _first_of_each(signatures(questions, box), known)
-        kept = new[np.arange(min(most, len(new))) * len(new) // max(1, min(most, len(new)))]
-        return Puzzles(questions[kept], answers[kept], [f"{puzzles.sources[row]}_variant"] * len(kept), ratings[kept])
+        new = _first_of_each(signatures(questions, box), own[row : row + 1])
+        number = min(most, len(new))
+        kept = new[np.arange(number) * len(new) // max(1, number)]
+        return Puzzles(questions[kept], answers[kept], [f"{puzzles.sources[row]}_variant"] * number, ratings[kept])
 
     made = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # compiled, the solver holds no lock
@@ -44,13 +45,9 @@ def make_variants(
             made.append(variants)
             if progress:
                 progress(1)
-    questions, answers, ratings = (np.concatenate([getattr(part, name) for part in made]) for name in _COLUMNS)
-    sources = [source for part in made for source in part.sources]
-    new = _first_of_each(signatures(questions, box), known)  # two puzzles may have the same variant
-    return Puzzles(questions[new], answers[new], [sources[row] for row in new], ratings[new])
-
-
-_COLUMNS = ("questions", "answers", "ratings")
+    every = join(*made)
+    new = _first_of_each(signatures(every.questions, box), np.concatenate([own, avoid]))
+    return Puzzles(every.questions[new], every.answers[new], [every.sources[row] for row in new], every.ratings[new])
 
 
 def _first_of_each(marks: np.ndarray, known: np.ndarray) -> np.ndarray:
