@@ -26,8 +26,8 @@ except ImportError:
     COMPILED = False
     INT = UINT = int  # type: ignore[assignment]
 
-MOST_TAKEN = 2  # clues exchanged at a time: the more, the fewer of the puzzles made of a hard one are hard
 MAX_GUESSES, UNLIMITED = 100_000, 1 << 62  # of a search, before an attempt at a puzzle is given up
+MOST_TAKEN = 2  # clues exchanged at a time: the more, the fewer of the puzzles made of a hard one are hard
 # SplitMix64 (Steele et al. 2014). Python's ints do not wrap around at 64 bits, hence the mask.
 MASK, GOLDEN, SEED = UINT(2**64 - 1), UINT(0x9E3779B97F4A7C15), UINT(0x5851F42D4C957F2D)
 MIX_1, MIX_2 = UINT(0xBF58476D1CE4E5B9), UINT(0x94D049BB133111EB)
@@ -204,12 +204,16 @@ def _solve_batch(states, units, peers, limit, no_rng, counts, guesses):
 def solve_batch(puzzles: np.ndarray, box: Box = (3, 3), limit: int = 2) -> Solved:
     """Counts solutions of uint8 [N, S] puzzles up to `limit`; a count of 1 with limit 2 proves uniqueness."""
     full = 2 ** (box[0] * box[1]) - 1
-    states = _native(np.where(puzzles > 0, 1 << (puzzles.astype(np.int32) - 1), full).astype(np.int32))
+    states = _native(_to_masks(puzzles, full))
     counts, guesses = (_native(np.zeros(len(puzzles), np.int32)) for _ in range(2))
     _solve_batch(states, *_tables(box), limit, _native(np.zeros(0, np.uint64)), counts, guesses)
     solved = np.asarray(counts, np.int32)
     solutions = _to_digits(np.asarray(states).reshape(puzzles.shape), full)
     return Solved(solved, np.where(solved[:, None] > 0, solutions, np.uint8(0)), np.asarray(guesses, np.int32))
+
+
+def _to_masks(puzzles: np.ndarray, full: int) -> np.ndarray:
+    return np.where(puzzles > 0, 1 << np.maximum(puzzles.astype(np.int32) - 1, 0), full).astype(np.int32)
 
 
 def _to_digits(states: Any, full: int) -> np.ndarray:
@@ -325,6 +329,12 @@ def _open_after_trials(puzzle, units, peers):
     return number
 
 
+def open_after_trials(puzzles: np.ndarray, box: Box = (3, 3)) -> np.ndarray:
+    """Of uint8 [N, S] puzzles: cells that singles and trials of one digit at a time do not fill; int32 [N]."""
+    masks = _native(_to_masks(puzzles, 2 ** (box[0] * box[1]) - 1))
+    return np.array([_open_after_trials(mask, *_tables(box)) for mask in masks], np.int32)
+
+
 @_compiled
 def _exchange(puzzle, full, taken, fewest, hope, rng, no_rng, units, peers):
     """Another puzzle, its answer and its rating; -1 for an attempt given up.
@@ -417,10 +427,9 @@ def wander(question: np.ndarray, box: Box, seed: int, most: int, attempts: int) 
     many attempts. Each differs in few clues from this one, or from one before it; some may be symmetric copies."""
     full = 2 ** (box[0] * box[1]) - 1
     shape = (1 + most, len(question))
-    puzzles, answers, ratings = np.full(shape, full, np.int32), np.zeros(shape, np.int32), np.zeros(1 + most, np.int32)
-    given = question > 0
-    puzzles[0, given] = 1 << (question[given].astype(np.int32) - 1)
-    made, found, counted = _native(puzzles), _native(answers), _native(ratings)
+    puzzles = np.zeros(shape, np.int32)
+    puzzles[0] = _to_masks(question, full)
+    made, found, counted = _native(puzzles), _native(np.zeros(shape, np.int32)), _native(np.zeros(1 + most, np.int32))
     rng, no_rng = _native(np.zeros(1, np.uint64)), _native(np.zeros(0, np.uint64))
     number = _wander(full, UINT(seed % 2**64), attempts, rng, no_rng, *_tables(box), made, found, counted)
     questions, solved = (_to_digits(masks, full)[1:number] for masks in (made, found))
