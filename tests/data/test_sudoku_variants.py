@@ -1,8 +1,8 @@
 """Variants of puzzles: with one answer, as hard, and nothing that is held out among them."""
 
 import ast
-import hashlib
 import io
+import itertools
 import subprocess
 import sys
 
@@ -16,6 +16,7 @@ from tinypod.data.puzzles import read_info, read_split
 from tinypod.data.sudoku import Puzzles, signatures
 
 HARD = "..19......3..7..8...6...4..5.....34..4..3...8.....972.6..3......7..2.8....51.7..."
+FEW_CLUES = "4.8.............7...14......9...2..................8.1.5.....2..7.68.......1..6.4"
 NONE = np.zeros(0, np.uint64)
 
 
@@ -74,10 +75,6 @@ def alone(puzzles, row, most=6, seed=0):
     )
 
 
-def walk_seed(question, seed):
-    return int.from_bytes(hashlib.sha256(seed.to_bytes(8, "little") + question.tobytes()).digest()[:8], "little")
-
-
 @pytest.fixture(scope="module")
 def variants(few):
     return sudoku_variants.make_variants(few, (3, 3), 6, 0, NONE)
@@ -118,24 +115,56 @@ def test_each_is_about_as_hard_and_has_no_fewer_clues(few, seed):
     assert len(own.questions) == 6  # one with clues to spare has many
 
 
-def test_of_more_than_are_asked_for_some_are_taken_over_the_whole_walk(few):
-    own = alone(few, 2, most=10)
-    walk = sudoku_variants.wander(few.questions[2], (3, 3), walk_seed(few.questions[2], 0), 20, 10_000)[0]
-    marks = signatures(walk)
-    new = np.array([row for row in range(20) if marks[row] not in [*marks[:row], *signatures(few.questions[2:])]])
-    np.testing.assert_array_equal(own.questions, walk[new[np.arange(10) * len(new) // 10]])
-    assert len(new) > 15
+def test_more_of_them_begin_with_those_of_fewer(few):
+    longer, shorter = (alone(few, 0, most=most).questions for most in (12, 5))
+    np.testing.assert_array_equal(longer[:5], shorter)
+    assert len(longer) > 8
 
 
-def test_those_near_the_puzzle_share_its_clues(few):
-    near = alone(few, 0).questions
-    shared = ((near == few.questions[0]) & (near > 0)).sum(1)
-    assert (few.questions[0] > 0).sum() - 4 <= shared.max() < (few.questions[0] > 0).sum()
+def test_clues_are_exchanged_two_at_a_time(few):
+    walk = np.concatenate([few.questions[:1], sudoku_solver.wander(few.questions[0], (3, 3), 0, 40, 400)[0]])
+    lost = [
+        min(((other > 0) & (other != puzzle)).sum() for other in walk[:row]) for row, puzzle in enumerate(walk[1:], 1)
+    ]
+    assert max(lost) == 2
+    shared = ((walk == walk[0]) & (walk > 0)).sum(1)
+    assert (shared[1:] < shared[0]).all()  # none is the first with a cell given
+    assert shared.min() < shared[0] - 4  # and they get away from it
+
+
+def test_every_puzzle_that_two_clues_apart_has_one_answer_is_found():
+    start = sudoku_generator.generate((2, 2), 1, seed=0).questions[0]
+    clues = np.flatnonzero(start)
+    wanted = set()
+    for taken in itertools.combinations(clues, 2):
+        rest = start.copy()
+        rest[list(taken)] = 0
+        tried = []
+        for cells in itertools.combinations(np.flatnonzero(rest == 0), 2):
+            for digits in itertools.product(range(1, 5), repeat=2):
+                tried.append(rest.copy())
+                tried[-1][list(cells)] = digits
+        tried = np.array(tried)
+        wanted |= {bytes(puzzle) for puzzle in tried[sudoku_solver.solve_batch(tried, (2, 2)).counts == 1]}
+    wanted -= {bytes(start)}
+    found = {bytes(puzzle) for seed in range(6000) for puzzle in sudoku_solver.wander(start, (2, 2), seed, 4, 1)[0]}
+    assert found == wanted
+    assert len(wanted) > 100
+
+
+def test_one_with_few_clues_that_leave_too_many_answers_without_two_of_them():
+    question = sudoku.parse_puzzle(FEW_CLUES)
+    without = question.copy()
+    without[np.flatnonzero(question)[[0, 1]]] = 0
+    assert sudoku_solver.solve_batch(without[None], limit=8192).counts[0] == 8192
+    walk = sudoku_solver.wander(question, (3, 3), 0, 8, 40)[0]
+    assert len(walk) == 8
+    assert (sudoku_solver.solve_batch(walk).counts == 1).all()
 
 
 def test_a_walk_does_not_come_back(few):
-    walk = sudoku_solver.wander(few.questions[0], (3, 3), 0, 40, 6000)[0]
-    assert len(walk) > 8
+    walk = sudoku_solver.wander(few.questions[0], (3, 3), 0, 40, 400)[0]
+    assert len(walk) > 20
     assert len(np.unique(np.concatenate([few.questions[:1], walk]), axis=0)) == 1 + len(walk)
 
 
@@ -161,7 +190,7 @@ found = sudoku_variants.make_variants(made, (2, 3), 4, 7, np.zeros(0, np.uint64)
 columns = found.questions, found.answers, found.ratings
 print([hashlib.sha256(x.tobytes()).hexdigest() for x in columns], len(found.questions))
 hard = sudoku.parse_puzzle("..19......3..7..8...6...4..5.....34..4..3...8.....972.6..3......7..2.8....51.7...")
-print([x.tolist() for x in sudoku_solver.wander(hard, (3, 3), 2**63 + 1, 4, 300)])
+print([x.tolist() for x in sudoku_solver.wander(hard, (3, 3), 2**63 + 24, 4, 1)])
 """
 
 
@@ -172,7 +201,7 @@ def test_plain_python_makes_the_same(capsys):
     assert told == capsys.readouterr().out
     first, second = told.splitlines()
     assert int(first.split()[-1]) > 5
-    assert len(ast.literal_eval(second)[0]) == 2  # of a hard one, for which every rule is asked
+    assert len(ast.literal_eval(second)[0]) == 4  # of a hard one, for which every rule is asked
 
 
 def test_the_command_keeps_held_out_puzzles_out(tmp_path, monkeypatch):

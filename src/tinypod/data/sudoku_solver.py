@@ -27,7 +27,8 @@ except ImportError:
     INT = UINT = int  # type: ignore[assignment]
 
 MAX_GUESSES, UNLIMITED = 100_000, 1 << 62  # of a search, before an attempt at a puzzle is given up
-MOST_TAKEN = 2  # clues exchanged at a time: the more, the fewer of the puzzles made of a hard one are hard
+TAKEN, MOST_ANSWERS, FROM_EACH = 2, 8192, 4  # an attempt's clues exchanged, answers looked at, puzzles kept
+WORD = 62  # bits used of an int64, so that none is the sign
 # SplitMix64 (Steele et al. 2014). Python's ints do not wrap around at 64 bits, hence the mask.
 MASK, GOLDEN, SEED = UINT(2**64 - 1), UINT(0x9E3779B97F4A7C15), UINT(0x5851F42D4C957F2D)
 MIX_1, MIX_2 = UINT(0xBF58476D1CE4E5B9), UINT(0x94D049BB133111EB)
@@ -162,16 +163,16 @@ def _branch_bit(mask, rng):
 
 
 @_compiled
-def _search(start, units, peers, limit, max_guesses, rng):
-    """Solutions found (up to `limit`; -1 if out of guesses), guesses, and the first solution if there is one."""
-    first, found, guesses = start, 0, 0
+def _answers(start, units, peers, limit, max_guesses, rng):
+    """The first `limit` solutions as states, and guesses; no more than so many guesses, or one more to say so."""
+    answers, guesses = [start][:0], 0
     queue, size = start.copy(), 0  # room for every cell
     for cell in range(len(start)):
         if start[cell] & (start[cell] - 1) == 0:
             queue[size] = cell
             size += 1
     waiting = [(start.copy(), -1)]  # states to look at, each with the cell that changed last
-    while waiting and found < limit:
+    while waiting and len(answers) < limit:
         state, cell = waiting.pop()
         if cell >= 0:
             queue[0] = cell
@@ -180,18 +181,25 @@ def _search(start, units, peers, limit, max_guesses, rng):
             continue
         cell = _branch_cell(state, peers, rng)
         if cell < 0:
-            first = state if found == 0 else first
-            found += 1
+            answers.append(state)
             continue
-        if guesses >= max_guesses:
-            return -1, guesses, first
         guesses += 1
+        if guesses > max_guesses:
+            break
         guess = state.copy()
         guess[cell] = _branch_bit(state[cell], rng)
         state[cell] ^= guess[cell]  # what is left to try when the guess is refuted
         waiting.append((state, cell))
         waiting.append((guess, cell))
-    return found, guesses, first
+    return answers, guesses
+
+
+@_compiled
+def _search(start, units, peers, limit, max_guesses, rng):
+    """Solutions found (up to `limit`; -1 if out of guesses), guesses, and the first solution if there is one."""
+    answers, guesses = _answers(start, units, peers, limit, max_guesses, rng)
+    found = len(answers) if guesses <= max_guesses else -1
+    return found, min(guesses, max_guesses), answers[0] if len(answers) else start
 
 
 @_compiled
@@ -280,21 +288,17 @@ def generate_batch(
 
 
 @_compiled
-def _differing_cells(puzzle, answer, rng, units, peers):
-    """The cells in which another solution, any of them at random, differs from a puzzle's answer; none where there is
-    no other. And whether the search came to its end."""
-    while True:
-        found, _, other = _search(puzzle, units, peers, 2, MAX_GUESSES, rng)
-        cells = [cell for cell in range(len(answer)) if other[cell] != answer[cell]]
-        if found < 2:
-            return cells[:0], found == 1
-        if len(cells):  # else the answer itself came first
-            return cells, True
+def _open_cells(state):
+    number = 0
+    for cell in range(len(state)):
+        number += state[cell] & (state[cell] - 1) != 0
+    return number
 
 
 @_compiled
-def _open_after_trials(puzzle, units, peers):
-    """Cells that stay open once every digit is gone whose trial, followed by singles, contradicts the rules.
+def _open_after_trials(puzzle, units, peers, least):
+    """Cells that stay open once every digit is gone whose trial, followed by singles, contradicts the rules; once there
+    are fewer than `least`, as many as are open then.
 
     In the hardest puzzles nearly all: there one has to try two digits at a time.
     """
@@ -305,7 +309,7 @@ def _open_after_trials(puzzle, units, peers):
             size += 1
     possible = _propagate(state, queue, size, units, peers)
     changed = True
-    while possible and changed:
+    while possible and changed and _open_cells(state) >= least:
         changed = False
         for cell in range(len(state)):
             bits = state[cell]
@@ -323,108 +327,111 @@ def _open_after_trials(puzzle, units, peers):
                 queue[0] = cell
                 possible = _propagate(state, queue, size, units, peers)
                 changed = True
-    number = 0
-    for cell in range(len(state)):
-        number += state[cell] & (state[cell] - 1) != 0
-    return number
+    return _open_cells(state)
 
 
 def open_after_trials(puzzles: np.ndarray, box: Box = (3, 3)) -> np.ndarray:
     """Of uint8 [N, S] puzzles: cells that singles and trials of one digit at a time do not fill; int32 [N]."""
     masks = _native(_to_masks(puzzles, 2 ** (box[0] * box[1]) - 1))
-    return np.array([_open_after_trials(mask, *_tables(box)) for mask in masks], np.int32)
+    return np.array([_open_after_trials(mask, *_tables(box), 0) for mask in masks], np.int32)
 
 
 @_compiled
-def _exchange(puzzle, full, taken, fewest, hope, rng, no_rng, units, peers):
-    """Another puzzle, its answer and its rating; -1 for an attempt given up.
+def _deciding_pairs(puzzle, answers, full):
+    """Clues in two open cells, as (cell, mask, cell, mask), that just one of the answers has.
 
-    So many random clues go, one of the answers that there are then is drawn, cells of it are given until it is the only
-    one again, every clue goes that can, and random ones come back until there are as many as `fewest`. An attempt whose
-    rating is below `hope` before clues go is given up: few of those get harder by it, and it takes most of the time.
+    It looks at pairs of sets of answers, some words each, until a second answer is in both: mostly after a few words.
     """
-    puzzle, order = puzzle.copy(), list(range(len(puzzle)))
-    _shuffle(order, rng)
-    for cell in order:
-        if taken > 0 and puzzle[cell] != full:
-            puzzle[cell] = full
-            taken -= 1
-    found, _, answer = _search(puzzle, units, peers, 1, MAX_GUESSES, rng)
-    if found != 1:
-        return puzzle, answer, -1
-    while True:
-        cells, ended = _differing_cells(puzzle, answer, rng, units, peers)
-        if not ended:
-            return puzzle, answer, -1
-        if len(cells) == 0:
-            break
-        cell = cells[_random_below(rng, len(cells))]
-        puzzle[cell] = answer[cell]
-    _, guesses, _ = _search(puzzle, units, peers, 2, UNLIMITED, no_rng)
-    if guesses < hope:
-        return puzzle, answer, -1
-    _shuffle(order, rng)
-    missing = fewest
-    for cell in order:
-        if puzzle[cell] == full:
-            continue
-        other = puzzle.copy()
-        other[cell] = full ^ answer[cell]
-        found, _, _ = _search(other, units, peers, 1, MAX_GUESSES, no_rng)
-        if found < 0:
-            return puzzle, answer, -1
-        if found == 0:
-            puzzle[cell] = full
-        else:
-            missing -= 1
-    _shuffle(order, rng)
-    for cell in order:
-        if missing > 0 and puzzle[cell] == full:
-            puzzle[cell] = answer[cell]
-            missing -= 1
-    _, guesses, _ = _search(puzzle, units, peers, 2, UNLIMITED, no_rng)
-    return puzzle, answer, guesses
+    side, clues, pairs = _popcount(full), [(0, 0)][:0], [(0, 0, 0, 0)][:0]
+    has = np.zeros((len(puzzle), side, 1 + len(answers) // WORD), np.int64)  # a bit for each answer
+    for i in range(len(answers)):
+        answer, word, bit = answers[i], i // WORD, 1 << i % WORD
+        for cell in range(len(puzzle)):
+            has[cell, _popcount(answer[cell] - 1), word] |= bit
+    for cell in range(len(puzzle)):
+        for digit in range(side):
+            if puzzle[cell] == full and has[cell, digit].any():
+                clues.append((cell, digit))
+    for i in range(len(clues)):
+        first = has[clues[i]]
+        for j in range(i):
+            second, number = has[clues[j]], 0
+            for word in range(len(first)):
+                both = first[word] & second[word]
+                if both:
+                    number += 1 if both & (both - 1) == 0 else 2
+                    if number > 1:
+                        break
+            if number == 1:
+                pairs.append((clues[i][0], 1 << clues[i][1], clues[j][0], 1 << clues[j][1]))
+    return pairs
 
 
 @_compiled
-def _among(puzzle, others, number):
+def _agree(puzzle, other, cells):
+    number = 0
+    for cell in cells:
+        number += puzzle[cell] == other[cell]
+    return number == len(cells)
+
+
+@_compiled
+def _among(puzzle, others, number, cells):
+    same = False
     for i in range(number):
-        cell = 0
-        while cell < len(puzzle) and puzzle[cell] == others[i][cell]:
-            cell += 1
-        if cell == len(puzzle):
-            return True
-    return False
+        same |= _agree(puzzle, others[i], cells)
+    return same
 
 
 @_compiled
 def _wander(full, seed, attempts, rng, no_rng, units, peers, made, answers, ratings):
     """Makes puzzles of the first of `made`, and of those that were made, with at least half of its guesses and nine
-    tenths as many cells open after trials. How many there are then with the first; no two are the same."""
+    tenths as many cells open after trials. How many there are then with the first; no two are the same.
+
+    An attempt takes two random clues away, or one if there are too many answers then, and finds all answers, some
+    thousands: two clues that just one of them has make a puzzle. There are hundreds of such pairs, and one or two of
+    them make a hard one.
+    """
     rng[0] = _mix(seed ^ SEED)
-    start, fewest = made[0].copy(), 0
-    for cell in range(len(start)):
-        fewest += start[cell] != full
+    start, order, number = made[0].copy(), list(range(len(made[0]))), 1
     _, hard, _ = _search(start, units, peers, 2, UNLIMITED, no_rng)
-    left, number = _open_after_trials(start, units, peers), 1
+    least = (9 * _open_after_trials(start, units, peers, 0) + 9) // 10
     for _ in range(attempts):
         if number == len(made):
             break
-        parent = _random_below(rng, 2 * number)  # half of the attempts begin at the first: hard ones are near it
-        puzzle = made[parent] if parent < number else start
-        taken = 1 + _random_below(rng, MOST_TAKEN)
-        other, answer, rating = _exchange(puzzle, full, taken, fewest, hard // 4, rng, no_rng, units, peers)
-        if rating < 0 or 2 * rating < hard or _among(other, made, number):
+        parent = made[number - 1 - _random_below(rng, (number + 1) // 2)]  # of the later half, to get away
+        _shuffle(order, rng)
+        puzzle, taken = parent.copy(), [cell for cell in order if parent[cell] != full][:TAKEN]
+        for cell in taken:
+            puzzle[cell] = full
+        found, _ = _answers(puzzle, units, peers, MOST_ANSWERS, UNLIMITED, no_rng)
+        if len(found) == MOST_ANSWERS:  # as in a puzzle of 17 clues
+            cell = taken.pop()
+            puzzle[cell] = parent[cell]
+            found, _ = _answers(puzzle, units, peers, MOST_ANSWERS, UNLIMITED, no_rng)
+        if len(found) == MOST_ANSWERS:
             continue
-        if 10 * _open_after_trials(other, units, peers) >= 9 * left:
-            made[number][:], answers[number][:], ratings[number] = other, answer, rating
-            number += 1
+        pairs, last = _deciding_pairs(puzzle, found, full), min(number + FROM_EACH, len(made))
+        _shuffle(pairs, rng)
+        for first, first_bit, second, second_bit in pairs:
+            if number == last:
+                break
+            other = puzzle.copy()
+            other[first], other[second] = first_bit, second_bit
+            if _agree(other, parent, taken):  # a clue more, or none, is no other puzzle
+                continue
+            _, rating, answer = _search(other, units, peers, 2, UNLIMITED, no_rng)
+            if 2 * rating < hard or _among(other, made, number, order):
+                continue
+            if _open_after_trials(other, units, peers, least) >= least:
+                made[number][:], answers[number][:], ratings[number] = other, answer, rating
+                number += 1
     return number
 
 
 def wander(question: np.ndarray, box: Box, seed: int, most: int, attempts: int) -> tuple[np.ndarray, ...]:
     """Puzzles uint8 [N, S] near this one and about as hard, their answers, and their ratings: at most so many, from so
-    many attempts. Each differs in few clues from this one, or from one before it; some may be symmetric copies."""
+    many attempts. Each differs in two clues from this one, or from one before it; some may be symmetric copies."""
     full = 2 ** (box[0] * box[1]) - 1
     shape = (1 + most, len(question))
     puzzles = np.zeros(shape, np.int32)

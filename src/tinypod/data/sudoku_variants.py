@@ -1,7 +1,7 @@
 """More hard puzzles from few: others near them, made by exchanging clues.
 
-Few of the puzzles that one could make up are hard. A hard one with a clue taken away, and others given until there is
-one answer again, now and then is. Nothing but the puzzle and the rules of Sudoku goes into it.
+Few of the puzzles that one could make up are hard. Of those that share all but two of their clues with a hard one, one
+in a hundred is. Nothing but the puzzle and the rules of Sudoku goes into it.
 
 Importing this module imports numba, which is slow: import it inside functions.
 """
@@ -15,8 +15,7 @@ import numpy as np
 from tinypod.data.sudoku import Box, Progress, Puzzles, join, signatures
 from tinypod.data.sudoku_solver import wander
 
-ATTEMPTS = 400  # for each variant that is asked for: of a hard puzzle few in a thousand give one
-SPARE = 2  # times as many are made of an easy one, then some of them are taken: the first are the nearest
+ATTEMPTS = 8  # for each variant that is asked for: one that takes two clues of a hard puzzle finds about one
 
 
 def make_variants(
@@ -33,11 +32,8 @@ def make_variants(
         question = puzzles.questions[row]
         digest = hashlib.sha256((seed % 2**64).to_bytes(8, "little") + question.tobytes()).digest()
         walk_seed = int.from_bytes(digest[:8], "little")
-        questions, answers, ratings = wander(question, box, walk_seed, SPARE * most, ATTEMPTS * most)
-        new = _first_of_each(signatures(questions, box), own[row : row + 1])
-        number = min(most, len(new))
-        kept = new[np.arange(number) * len(new) // max(1, number)]
-        return Puzzles(questions[kept], answers[kept], [f"{puzzles.sources[row]}_variant"] * number, ratings[kept])
+        questions, answers, ratings = wander(question, box, walk_seed, most, ATTEMPTS * most)
+        return Puzzles(questions, answers, [f"{puzzles.sources[row]}_variant"] * len(questions), ratings)
 
     made = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # compiled, the solver holds no lock
