@@ -121,7 +121,7 @@ def test_more_of_them_begin_with_those_of_fewer(few):
     assert len(longer) > 8
 
 
-def test_clues_are_exchanged_two_at_a_time(few):
+def test_one_or_two_clues_are_exchanged_at_a_time(few):
     walk = np.concatenate([few.questions[:1], sudoku_solver.wander(few.questions[0], (3, 3), 0, 40, 400)[0]])
     lost = [
         min(((other > 0) & (other != puzzle)).sum() for other in walk[:row]) for row, puzzle in enumerate(walk[1:], 1)
@@ -130,9 +130,12 @@ def test_clues_are_exchanged_two_at_a_time(few):
     shared = ((walk == walk[0]) & (walk > 0)).sum(1)
     assert (shared[1:] < shared[0]).all()  # none is the first with a cell given
     assert shared.min() < shared[0] - 4  # and they get away from it
+    first = np.concatenate([sudoku_solver.wander(few.questions[0], (3, 3), seed, 4, 1)[0] for seed in range(40)])
+    assert len(first) > 20  # with one clue taken and two given also, one of which may be the same
+    assert ((first == walk[0]) & (walk[0] > 0)).sum(1).max() < shared[0]
 
 
-def test_every_puzzle_that_two_clues_apart_has_one_answer_is_found():
+def test_every_puzzle_that_two_exchanged_clues_make_is_found():
     start = sudoku_generator.generate((2, 2), 1, seed=0).questions[0]
     clues = np.flatnonzero(start)
     wanted = set()
@@ -157,14 +160,16 @@ def test_one_with_few_clues_that_leave_too_many_answers_without_two_of_them():
     without = question.copy()
     without[np.flatnonzero(question)[[0, 1]]] = 0
     assert sudoku_solver.solve_batch(without[None], limit=8192).counts[0] == 8192
-    walk = sudoku_solver.wander(question, (3, 3), 0, 8, 40)[0]
-    assert len(walk) == 8
-    assert (sudoku_solver.solve_batch(walk).counts == 1).all()
+    for seed in (0, 3, 10):  # in the last two, answers are too many without one of them, too
+        walk = sudoku_solver.wander(question, (3, 3), seed, 8, 40)[0]
+        assert len(walk) == 8
+        assert (sudoku_solver.solve_batch(walk).counts == 1).all()
 
 
 def test_a_walk_does_not_come_back(few):
     walk = sudoku_solver.wander(few.questions[0], (3, 3), 0, 40, 400)[0]
     assert len(walk) > 20
+    assert len(sudoku_solver.wander(few.questions[0], (3, 3), 4, 40, 1)[0]) == 4  # of one attempt, to go further
     assert len(np.unique(np.concatenate([few.questions[:1], walk]), axis=0)) == 1 + len(walk)
 
 

@@ -32,7 +32,7 @@ def data_sudoku(
         typer.Option(
             min=0,
             max=10_000,
-            help="Up to this many more training puzzles near each: a few other clues, about as hard.",
+            help="Up to this many more training puzzles near each: other clues, other answers, about as hard.",
         ),
     ] = 0,
     box: Annotated[

@@ -164,7 +164,7 @@ def _branch_bit(mask, rng):
 
 @_compiled
 def _answers(start, units, peers, limit, max_guesses, rng):
-    """The first `limit` solutions as states, and guesses; no more than so many guesses, or one more to say so."""
+    """The first `limit` solutions as states, and the number of guesses: `max_guesses` + 1 if it gave up."""
     answers, guesses = [start][:0], 0
     queue, size = start.copy(), 0  # room for every cell
     for cell in range(len(start)):
@@ -369,18 +369,18 @@ def _deciding_pairs(puzzle, answers, full):
 
 @_compiled
 def _agree(puzzle, other, cells):
-    number = 0
-    for cell in cells:
-        number += puzzle[cell] == other[cell]
-    return number == len(cells)
+    same = 0
+    while same < len(cells) and puzzle[cells[same]] == other[cells[same]]:
+        same += 1
+    return same == len(cells)
 
 
 @_compiled
 def _among(puzzle, others, number, cells):
-    same = False
-    for i in range(number):
-        same |= _agree(puzzle, others[i], cells)
-    return same
+    i = 0
+    while i < number and not _agree(puzzle, others[i], cells):
+        i += 1
+    return i < number
 
 
 @_compiled
@@ -388,9 +388,9 @@ def _wander(full, seed, attempts, rng, no_rng, units, peers, made, answers, rati
     """Makes puzzles of the first of `made`, and of those that were made, with at least half of its guesses and nine
     tenths as many cells open after trials. How many there are then with the first; no two are the same.
 
-    An attempt takes two random clues away, or one if there are too many answers then, and finds all answers, some
-    thousands: two clues that just one of them has make a puzzle. There are hundreds of such pairs, and one or two of
-    them make a hard one.
+    An attempt takes two random clues away, or one if there are too many answers then, and finds all answers, up to
+    thousands: two clues that just one of them has make a puzzle. There are hundreds of such pairs, and one in a hundred
+    makes a hard one.
     """
     rng[0] = _mix(seed ^ SEED)
     start, order, number = made[0].copy(), list(range(len(made[0]))), 1
@@ -431,7 +431,7 @@ def _wander(full, seed, attempts, rng, no_rng, units, peers, made, answers, rati
 
 def wander(question: np.ndarray, box: Box, seed: int, most: int, attempts: int) -> tuple[np.ndarray, ...]:
     """Puzzles uint8 [N, S] near this one and about as hard, their answers, and their ratings: at most so many, from so
-    many attempts. Each differs in two clues from this one, or from one before it; some may be symmetric copies."""
+    many attempts. Each has all but one or two clues of this one, or of one before it; some may be symmetric copies."""
     full = 2 ** (box[0] * box[1]) - 1
     shape = (1 + most, len(question))
     puzzles = np.zeros(shape, np.int32)

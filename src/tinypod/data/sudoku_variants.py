@@ -1,7 +1,7 @@
 """More hard puzzles from few: others near them, made by exchanging clues.
 
-Few of the puzzles that one could make up are hard. Of those that share all but two of their clues with a hard one, one
-in a hundred is. Nothing but the puzzle and the rules of Sudoku goes into it.
+Few of the puzzles that one could make up are hard. Of those that have all but one or two clues of a hard one, one in a
+hundred is. Nothing but the puzzle and the rules of Sudoku goes into it.
 
 Importing this module imports numba, which is slow: import it inside functions.
 """
@@ -24,7 +24,8 @@ def make_variants(
     """Up to `most` variants of each puzzle, about as hard and with as many clues or more; no two, nor one and a puzzle,
     with the same signature, and none with a signature of `avoid`, uint64 [N].
 
-    A puzzle's own depend on it, the seed and `most`, not on the puzzles beside it, but for those that are left out.
+    A puzzle's own depend on it and the seed, not on the puzzles beside it, but for those that are left out; with a
+    larger `most` they begin with the same.
     """
     own = signatures(puzzles.questions, box)
 
