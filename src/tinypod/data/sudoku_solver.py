@@ -389,8 +389,8 @@ def _wander(full, seed, attempts, rng, no_rng, units, peers, made, answers, rati
     tenths as many cells open after trials. How many there are then with the first; no two are the same.
 
     An attempt takes two random clues away, or one if there are too many answers then, and finds all answers, up to
-    thousands: two clues that just one of them has make a puzzle. There are hundreds of such pairs, and one in a hundred
-    makes a hard one.
+    thousands: two clues that just one of them has make a puzzle. There are hundreds of such pairs, few of which make
+    a hard one.
     """
     rng[0] = _mix(seed ^ SEED)
     start, order, number = made[0].copy(), list(range(len(made[0]))), 1

@@ -1,7 +1,7 @@
 """More hard puzzles from few: others near them, made by exchanging clues.
 
-Few of the puzzles that one could make up are hard. Of those that have all but one or two clues of a hard one, one in a
-hundred is. Nothing but the puzzle and the rules of Sudoku goes into it.
+Few of the puzzles that one could make up are hard. Of those that have all but one or two clues of a hard one, more
+are. Nothing but the puzzle and the rules of Sudoku goes into it.
 
 Importing this module imports numba, which is slow: import it inside functions.
 """
