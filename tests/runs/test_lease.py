@@ -202,6 +202,7 @@ def test_a_store_that_is_away_is_an_outage_not_a_loss(store: gcs.Store, url: str
     with pytest.raises(StorageError):
         ours.renew()
     store.recover()
+    monkeypatch.setenv("TINYPOD_STORAGE_RETRY_S", "60")
     ours.renew()
 
 
