@@ -14,8 +14,10 @@ import tinypod
 from fixtures import write_4x4
 from releases import EXAMPLES, empty_shelf, export, train_run
 from tinypod import cli
+from tinypod import config as configs
 from tinypod.cli import shared
 from tinypod.errors import ConfigError, DataError, UserError
+from tinypod.experiment import ExperimentConfig
 from tinypod.runs import release
 from tinypod.runs.checksums import flatten
 from tinypod.runs.folder import Run
@@ -280,3 +282,10 @@ def test_what_is_shipped_is_small_and_solves_its_examples(
 
 def test_a_sudoku_comes_with_the_package() -> None:
     assert "sudoku" in release.shipped()
+
+
+def test_the_sudoku_was_trained_by_its_recipe() -> None:
+    released = open_release(release.shipped()["sudoku"]).read_config()
+    recipe = configs.load("trm/sudoku_fast", [], ExperimentConfig)
+    for key in ("model", "task", "optimizer", "steps", "batch_size", "ema_decay"):
+        assert getattr(released, key) == getattr(recipe, key), key
