@@ -232,7 +232,8 @@ def draw_thinking(out: Path, rows: list[dict[str, Any]]) -> None:
             cost, solved = statistics.mean(p[0] for p in here), statistics.mean(p[1] for p in here)
             first = setting == points[0][2]
             axes.plot(cost, solved, "o", color=colour, markersize=4, label=name if first else None)
-            axes.annotate(setting, (cost, solved), xytext=(4, -3), textcoords="offset points", fontsize=6.5)
+            beside = (4, -8 if number % 2 else 2)
+            axes.annotate(setting, (cost, solved), xytext=beside, textcoords="offset points", fontsize=6.5)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.margins(x=0.12)

@@ -289,3 +289,4 @@ def test_the_sudoku_was_trained_by_its_recipe() -> None:
     recipe = configs.load("trm/sudoku_fast", [], ExperimentConfig)
     for key in ("model", "task", "optimizer", "steps", "batch_size", "ema_decay"):
         assert getattr(released, key) == getattr(recipe, key), key
+    assert released.data.sampling == recipe.data.sampling
