@@ -3,12 +3,14 @@
     python benchmarks/sudoku_accuracy.py OUT RUN [RUN ...]
     python benchmarks/sudoku_accuracy.py OUT RUN --splits holdout --settings 16 128 16x8 "16x8 first"
 
-A RUN is a run folder; runs that differ in their seed alone are one row. The dataset is the run's own (another:
-`--data FOLDER`). A setting is the steps of each chain, with `x` the symmetric views, with `*` the trajectories (with
-noise of `--noise`), then how one answer is chosen: `16`, `128`, `16x8`, `64x8 confident`, `16*8 every_step confident`.
-What a run scored with a setting is in `scores.jsonl`, beside the command that gives the same. Settings that differ in
-their steps alone are scored in one pass; what is there is not computed again for the same step of the run. OUT gets
-`table.md`, `training.png` and `thinking.png`, too.
+A RUN is a run folder or a release; those that differ in their seed alone are one row. The dataset is the run's own
+(another, and for releases: `--data FOLDER`). A setting is the steps of each chain, with `x` the symmetric views, with
+`*` the trajectories (with noise of `--noise`), then how one answer is chosen: `16`, `128`, `16x8`, `64x8 confident`,
+`16*8 every_step confident`. What a run scored with a setting is in `scores.jsonl`, beside the command that gives the
+same. Settings that differ in their steps alone are scored in one pass; where the first chain to stop ends the
+thinking, each puzzle is a batch of its own, so that none waits for another. What is there is not computed again for
+the same step of the run. OUT gets `table.md`, `thinking.png` and, from the metrics of run folders, `training.png`,
+too.
 """
 
 import argparse
@@ -36,6 +38,7 @@ from tinypod.tasks import puzzle, puzzle_scores
 from tinypod.tasks.puzzle_thinking import Thought
 
 SETTINGS = ["16", "32", "64", "128", "16x8", "64x8", "16x8 settled", "16*8 confident", "16*8 every_step confident"]
+ENDING = ("first", "settled", "valid")  # choices that end a puzzle's chains
 SETTING = re.compile(r"(?P<steps>\d+)(x(?P<views>\d+))?(\*(?P<trajectories>\d+))?(?P<words>( \w+)*)")
 COLOURS = ("#2a78b5", "#d1495b", "#2e8b57", "#c77d0a", "#7b5ea7", "#178f9c")
 
@@ -55,9 +58,16 @@ def parse(setting: str, noise: float) -> dict[str, Any]:
     return thinking
 
 
+def overrides(thinking: dict[str, Any], data: str | None) -> dict[str, Any]:
+    changes: dict[str, Any] = {"data.path": data} if data else {}
+    if thinking.get("choose") in ENDING:
+        changes["eval.batch_size"] = thinking.get("views", 1) * thinking.get("trajectories", 1)
+    return changes
+
+
 def command(run: str, split: str, limit: int | None, data: str | None, thinking: dict[str, Any]) -> str:
-    words = ["tinypod", "eval", run, *([f"data.path={data}"] if data else []), "--checkpoint", "latest"]
-    words += ["--split", split]
+    words = ["tinypod", "eval", run, *(f"{key}={value}" for key, value in overrides(thinking, data).items())]
+    words += ["--checkpoint", "latest", "--split", split]
     if limit:
         words += ["--limit", str(limit)]
     for name, value in thinking.items():
@@ -86,7 +96,7 @@ def score(out: Path, runs: list[str], options: argparse.Namespace) -> list[dict[
     asked_for = []
     for run in runs:
         # The last checkpoint: the best one was chosen by the puzzles that are scored here.
-        model = tinypod.load(run, {"data.path": options.data} if options.data else {}, checkpoint="latest")
+        model = tinypod.load(run, overrides({}, options.data), checkpoint="latest")
         for split in options.splits:
             limit = options.limit if split == "test" else None
             asked = {
@@ -94,7 +104,8 @@ def score(out: Path, runs: list[str], options: argparse.Namespace) -> list[dict[
             }
             new = [text for text in options.settings if (asked[text], model.step) not in known]
             for group in passes(new, options.noise):
-                found = evaluate(model, split, limit, group)
+                changes = overrides(next(iter(group.values())), options.data)
+                found = evaluate(tinypod.load(run, changes, checkpoint="latest"), split, limit, group)
                 for setting, scores in found.items():
                     row: dict[str, Any] = {"command": asked[setting], "run": run, "recipe": name_of(model.config)}
                     row |= {"seed": model.config.seed, "setting": setting, "split": split, "step": model.step}
@@ -114,7 +125,7 @@ def passes(settings: list[str], noise: float) -> list[dict[str, dict[str, Any]]]
     for text in settings:
         thinking = parse(text, noise)
         besides = {name: value for name, value in thinking.items() if name != "halt_steps"}
-        alone = text if besides.get("choose") in ("first", "settled", "valid") else ""
+        alone = text if besides.get("choose") in ENDING else ""
         groups.setdefault(json.dumps(besides) + alone, {})[text] = thinking
     return list(groups.values())
 

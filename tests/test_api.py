@@ -208,6 +208,25 @@ def test_puzzles_are_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "clues 6-8" in (tmp_path / "c" / "dataset.json").read_text()
 
 
+def test_puzzles_are_made_once_with_their_variants_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def make(**changes: int) -> Path:
+        asked = {"train_size": 5, "test_size": 3, "variants": 4} | changes
+        return tinypod.make_sudoku(tmp_path / "a", box=(2, 2), clues=6, **asked)
+
+    made = json.loads((make() / "dataset.json").read_text())
+    assert made["splits"]["train"]["rows"] > 5
+    assert "there already" not in capsys.readouterr().out
+    make()
+    assert "there already" in capsys.readouterr().out
+    for other in ({"variants": 3}, {"variants": 0}, {"train_size": 6}):
+        with pytest.raises(tinypod.UserError, match="already holds a dataset"):
+            make(**other)
+    for wrong in ({"variants": -1}, {"train_size": 0}, {"test_size": 0}, {"holdout": -1}):
+        name, value = next(iter(wrong.items()))
+        with pytest.raises(tinypod.UserError, match=f"{name}={value}: expected"):
+            make(**wrong)
+
+
 def test_an_interrupt_saves_and_the_next_call_resumes(data: Path, tmp_path: Path) -> None:
     def train(steps: int) -> tinypod.Model:
         return tinypod.train(RECIPE, TINY, run=tmp_path, data={"path": data}, steps=steps, eval={"every_steps": None})

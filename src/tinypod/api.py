@@ -68,21 +68,34 @@ def make_sudoku(
     train_size: int = 1000,
     test_size: int = 1000,
     holdout: int = 0,
+    variants: int = 0,
     seed: int = 0,
 ) -> Path:
     """Make up Sudokus with exactly one solution each, as `tinypod data sudoku --generate` does; the dataset's folder.
 
     `box` is its rows and columns: (3, 3) is the usual 9×9, (2, 3) a 6×6, (2, 2) a 4×4. `clues`: at least this many,
     or two numbers, between which one is drawn for each puzzle; default: as few as can be. `holdout`: a third split
-    of so many. Where the folder holds these very puzzles already, nothing is done.
+    of so many. `variants`: up to so many more training puzzles near each, with other clues and answers, about as
+    hard. Where the folder holds these very puzzles already, nothing is done.
     """
+    sizes = {
+        "train_size": (train_size, 1),
+        "test_size": (test_size, 1),
+        "holdout": (holdout, 0),
+        "variants": (variants, 0),
+    }
+    for name, (value, least) in sizes.items():
+        if value < least:
+            raise UserError(f"{name}={value}: expected {least} or more")
     out, console = Path(folder), _console()
     asked = clues if clues is None or isinstance(clues, tuple) else (int(clues), int(clues))
     if (out / "dataset.json").exists():
         info = puzzles.read_info(out)
         rows = {name: split.rows for name, split in info.splits.items()}
-        wanted = {"train": train_size, "test": test_size} | ({"holdout": holdout} if holdout else {})
-        if info.origin == build.generated(box, asked, seed, holdout) and rows == wanted:
+        more = rows.get("train", 0) - train_size if variants else 0
+        wanted = {"train": train_size + more, "test": test_size} | ({"holdout": holdout} if holdout else {})
+        origin = build.generated(box, asked, seed, holdout) + (build.varied(more, variants) if variants else "")
+        if info.origin == origin and rows == wanted:
             say(console, f"{out}: the puzzles are there already")
             return out
     info = build.build_sudoku(
@@ -93,6 +106,7 @@ def make_sudoku(
         train_size=train_size,
         test_size=test_size,
         holdout=holdout,
+        variants=variants,
         box=box,
         clues=asked,
         seed=seed,

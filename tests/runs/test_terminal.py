@@ -207,3 +207,21 @@ def test_without_a_terminal_what_takes_long_is_said(monkeypatch):
     with TrainingProgress(console, 2_000, EXACT, doing):
         assert asked.wait(300)
     assert written(console).splitlines()[0] == "saving · 1 min 15 s"
+
+
+def test_without_a_terminal_counted_work_is_a_line_now_and_then(monkeypatch):
+    clock = iter([0.0, 4.0, 10.0, 12.0, 30.0])
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
+    console = screen(60, is_terminal=False)
+    with terminal.counting(console, "varying", 2_000) as advance:
+        for done in (100, 400, 100, 400):  # after 4, 10, 12 and 30 s
+            advance(done)
+    assert written(console) == "varying 500/2,000 · ETA 30 s\nvarying 1,000/2,000 · ETA 30 s\n"
+
+
+def test_without_a_terminal_work_of_unknown_length_is_counted(monkeypatch):
+    monkeypatch.setattr(terminal, "PLAIN_INTERVAL_S", 0.0)
+    console = screen(60, is_terminal=False)
+    with terminal.counting(console, "proving", None) as advance:
+        advance(1_234)
+    assert written(console) == "proving 1,234\n"

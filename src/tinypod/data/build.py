@@ -81,7 +81,7 @@ def build_sudoku(
     if variants:
         more = _vary(parts["train"], box, variants, seed, unseen, console)
         parts["train"] = sudoku.join(parts["train"], more)
-        origin += f"; {len(more.questions)} variants of them, at most {variants} each"
+        origin += varied(len(more.questions), variants)
     sources = sorted({source for part in parts.values() for source in part.sources})
     info = puzzles.describe_sudoku(list(box), sources=sources, origin=origin)
     splits = {name: _to_split(part, info.sources, seed) for name, part in parts.items()}
@@ -92,6 +92,11 @@ def generated(box: Box, clues: Clues | None, seed: int, holdout: int = 0) -> str
     """The origin of a dataset that was made up."""
     asked = _text(clues) if clues and clues[1] else "minimal"
     return f"generated: box {box[0]}x{box[1]}, clues {asked}, seed {seed}{_more(holdout)}"
+
+
+def varied(count: int, most: int) -> str:
+    """What the variants add to it."""
+    return f"; {count} variants of them, at most {most} each"
 
 
 def _text(clues: Clues) -> str:

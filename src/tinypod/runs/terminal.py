@@ -319,14 +319,35 @@ class _Counted(MofNCompleteColumn):
 
 @contextmanager
 def counting(console: Console, what: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar for work counted in items; yields a function to call with the items done since the last call."""
+    """A bar for work counted in items, or a line now and then; yields a function to call with the items done since the
+    last call."""
     if not console.is_terminal:
-        yield lambda done: None
+        yield _lines(console, what, total)
         return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=None), _Counted(), _TimeLeft())
     with Progress(*columns, console=console, transient=True, expand=console.width <= 100) as live:
         task = live.add_task(what, total=total)
         yield lambda done: live.advance(task, done)
+
+
+def _lines(console: Console, what: str, total: int | None) -> Callable[[int], None]:
+    """What `counting` says where there is no terminal: of work that is soon over nothing."""
+    began = said = time.monotonic()
+    completed = 0
+
+    def advance(done: int) -> None:
+        nonlocal said, completed
+        completed, clock = completed + done, time.monotonic()
+        if clock - said < PLAIN_INTERVAL_S:
+            return
+        said = clock
+        if total is None:
+            say(console, f"{what} {completed:,}")
+        else:
+            left = (clock - began) / max(completed, 1) * (total - completed)
+            say(console, f"{what} {completed:,}/{total:,} · ETA {duration(left, whole=True)}")
+
+    return advance
 
 
 def duration(seconds: float, *, whole: bool = False) -> str:
