@@ -5,7 +5,7 @@
 
 It trains the demo with three seeds and prints what README says about it, as ranges; draws `solve.svg` by the first of
 them; runs the demo study; and, where there is a Chromium, photographs the study's report (`report.png`) and the page of
-`tinypod view` (`view.png`, `view_board.png`).
+`tinypod view`: curves (`view.png`), and a board with the model that comes with tinypod (`view_board.png`).
 """
 
 import argparse
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tinypod.runs.folder import open_run
 from tinypod.runs.load import load_weights
+from tinypod.runs.release import open_release, shipped
 from tinypod.solve import refine
 from tinypod.solve.display import Refinement
 from tinypod.solve.stops import count_stops, most_telling
@@ -31,6 +32,8 @@ import chromium  # noqa: E402 (the tests' driver of a browser)
 SEEDS = (0, 1, 2)
 REPORT_SIZE = (1000, 1880)  # pixels: the short answers, the tables and the first curves
 FIRST, SLOWER = "demo", "slower"  # runs that the page shows side by side
+SOLVER, HALF_WAY = "sudoku", 8  # the release on the board, and the step that is shown
+PUZZLE = "8..........36......7..9.2...5...7.......457.....1...3...1....68..85...1..9....4.."
 
 
 def tinypod(*arguments: object, work: Path) -> None:
@@ -74,29 +77,34 @@ def photograph_report(browser: chromium.Browser, page: Path, target: Path) -> No
     target.write_bytes(shown.screenshot())
 
 
-def photograph_view(browser: chromium.Browser, runs: Path, docs: Path, number: int) -> None:
-    """The curves of two runs, and the board with the held-out puzzle of this number, after its second step."""
+def photograph_view(browser: chromium.Browser, runs: Path, target: Path) -> None:
+    """The curves of two runs."""
     with chdir(runs.parent), open_server([Path(runs.name)], 0) as server:  # the page says where the runs are
         threading.Thread(target=server.serve_forever, daemon=True).start()
         known = {run["name"]: run["id"] for run in server.runs.listing()}
-        chosen = f"{server.url}#runs={known[FIRST]},{known[SLOWER]}&run={known[FIRST]}"
         page = browser.open(1280, 900)
-        page.go(f"{chosen}&tab=curves")
+        page.go(f"{server.url}#runs={known[FIRST]},{known[SLOWER]}&run={known[FIRST]}&tab=curves")
         page.wait("document.querySelectorAll('.curve').length === 8")
         page.wait("!document.querySelector('#differences').hidden")
         page.hover("figure[data-metric='eval/exact_accuracy'] svg", 0.7)
         page.wait("!document.querySelector('figure[data-metric=\"eval/exact_accuracy\"] .readout').hidden")
-        (docs / "view.png").write_bytes(page.screenshot())
+        target.write_bytes(page.screenshot())
+        server.shutdown()
+
+
+def photograph_board(browser: chromium.Browser, target: Path) -> None:
+    """The 9×9 model that comes with tinypod, half-way through README's puzzle."""
+    with open_server([], 0, [open_release(shipped()[SOLVER])]) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        known = {release["name"]: release["id"] for release in server.runs.listing()}
         page = browser.open(1280, 760, dark=True)
-        page.go(f"{chosen}&tab=board")
-        page.wait("document.querySelectorAll('#grid .cell').length === 36")
-        page.run(f"state.board.example = {number - 1}")
-        page.click("#example")
-        page.wait("document.querySelectorAll('#grid .given').length > 0")
+        page.go(f"{server.url}#run={known[SOLVER]}&tab=board")
+        page.wait(f"document.querySelectorAll('#grid .cell').length === {len(PUZZLE)}")
+        page.run(f"setGivens('{PUZZLE}')")
         page.click("#solve")
         page.wait("!document.querySelector('#refinement').hidden")
-        page.run("goTo(2)")
-        (docs / "view_board.png").write_bytes(page.screenshot())
+        page.run(f"goTo({HALF_WAY})")
+        target.write_bytes(page.screenshot())
         server.shutdown()
 
 
@@ -122,7 +130,8 @@ def main() -> None:
         return
     with chromium.Browser(work / "chromium") as browser:
         photograph_report(browser, work / "studies" / "demo" / "report" / "report.html", docs / "report.png")
-        photograph_view(browser, work / "runs", docs, number)
+        photograph_view(browser, work / "runs", docs / "view.png")
+        photograph_board(browser, docs / "view_board.png")
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ function drawRuns() {
     box.style.setProperty("--mark", colorOf(run.id))
     row.querySelector("button").setAttribute("aria-current", run.id === state.focus)
     row.querySelector(".dot").className = `dot ${run.state}`
-    const steps = run.steps ? `${run.step.toLocaleString("en")} of ${run.steps.toLocaleString("en")}` : run.step
+    const done = run.step.toLocaleString("en"), steps = run.steps ? `${done} of ${run.steps.toLocaleString("en")}` : done
     const seen = ["running", "lagging", "release"].includes(run.state) ? "" : `, ${duration(run.age_s)} ago`
     const value = run.value === null ? "" : ` · ${shown(run.headline, run.value)}`
     const facts = `${STATES[run.state] || run.state}${seen} · step ${steps}${value}`
