@@ -152,6 +152,7 @@ def test_devices_that_are_in_no_slice_are_taken_in_their_order() -> None:
     assert one == two
 
 
+@pytest.mark.slow
 def test_two_slices_give_what_one_gives(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every other device is of another slice: the rows of a batch lie elsewhere, and their sum is the same."""
     settings = ("mesh={fsdp: 2}", "model.H_cycles=1", "model.num_layers=1", "model.L_cycles=1")

@@ -430,6 +430,7 @@ def test_a_stop_is_obeyed_after_the_dispatch_that_it_comes_in(
     assert_same_states(*(state_at(data, place, 18) for place in (tmp_path / "run", one_by_one)))
 
 
+@pytest.mark.slow
 def test_batches_are_left_out_in_the_middle_of_a_dispatch(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,6 +116,7 @@ def test_four_times_two_are_one_times_eight(data: Path, one_by_eight: Path, tmp_
     assert_close(*(state_at(data, folder, 6) for folder in (one_by_eight, tmp_path / "run")))
 
 
+@pytest.mark.slow
 def test_a_run_resumes_elsewhere_with_the_same_batches(data: Path, two_by_four: Path, tmp_path: Path) -> None:
     """From step 3 of 2 × 4 devices on 1 × 2, split over fsdp: the same examples, the same weights up to noise."""
     shutil.copytree(two_by_four, tmp_path / "run")

@@ -113,7 +113,9 @@ def test_eight_devices_share_the_rows(batch: int, rows: int, gate: layers.Gate) 
 
 @GATES
 @pytest.mark.parametrize("config", ["trm/sudoku_mlp", "trm/sudoku_attention", "demo"])
-@pytest.mark.parametrize("mesh", ["{devices: 1}", "{devices: 8, data: 4, fsdp: 2}"])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param("{devices: 1}", marks=pytest.mark.slow), "{devices: 8, data: 4, fsdp: 2}"]
+)
 def test_a_step_with_the_kernels_lowers_for_a_gpu(
     config: str, mesh: str, gate: layers.Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,8 +176,24 @@ def test_what_suits_it(
     assert not tpu_net.suits(params, 97, jnp.dtype(dtype), ANYWHERE)
 
 
-@pytest.mark.parametrize("mixing", [MLP, ROTARY], ids=["mlp", "rotary"])
-@pytest.mark.parametrize("overrides", [{}, {"single_z": True}, {"separate_nets": True}, {"one_step_gradient": True}])
+@pytest.mark.parametrize(
+    ("mixing", "overrides"),
+    [
+        (MLP, {}),
+        (ROTARY, {}),
+        (MLP, {"separate_nets": True}),
+        (MLP, {"one_step_gradient": True}),
+        (ROTARY, {"single_z": True}),
+        *(
+            pytest.param(*slow, marks=pytest.mark.slow)
+            for slow in (
+                (ROTARY, {"separate_nets": True}),
+                (ROTARY, {"one_step_gradient": True}),
+                (MLP, {"single_z": True}),
+            )
+        ),
+    ],
+)
 def test_a_step_with_it_is_a_step_without(
     mixing: trm.MlpMixing | trm.AttentionMixing, overrides: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

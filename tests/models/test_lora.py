@@ -47,7 +47,7 @@ def loss(config: Qwen3Config, params: Any) -> Any:
     return jnp.mean(jax.nn.log_softmax(logits)[:, :, 7] ** 2)
 
 
-@pytest.mark.parametrize("base", [None, "q4a4"])
+@pytest.mark.parametrize("base", [None, pytest.param("q4a4", marks=pytest.mark.slow)])
 def test_gradients_are_those_of_the_merged_model(base: str | None) -> None:
     config, params = make(low_bit=base)
     plain = config.model_copy(update={"lora": None, "low_bit": None})

@@ -46,8 +46,7 @@ def test_init_has_the_paper_s_spread() -> None:
     assert not np.asarray(params["puzzle_table"]).any()
 
 
-@pytest.mark.parametrize("num_layers", [1, 3])
-@pytest.mark.parametrize(("H_cycles", "L_cycles"), [(1, 1), (3, 2)])
+@pytest.mark.parametrize(("H_cycles", "L_cycles", "num_layers"), [(1, 1, 3), (3, 2, 1)])
 @pytest.mark.parametrize("positions", [trm.Rope(), trm.Learned(), trm.NoPositions()], ids=lambda p: p.kind)
 def test_any_cycles_layers_and_positions(positions, H_cycles: int, L_cycles: int, num_layers: int) -> None:
     mixing = trm.AttentionMixing(num_heads=4, positions=positions)

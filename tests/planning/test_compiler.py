@@ -152,6 +152,7 @@ def compile_language_model(path: Path, target: str, *overrides: str) -> tuple[Ex
     return config, found
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_fsdp_and_tensor_collectives_stay_on_their_axes() -> None:
     """Weights are gathered over fsdp and partial sums added over tensor; no more than that crosses the data axis."""

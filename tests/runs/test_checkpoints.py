@@ -433,6 +433,7 @@ def test_in_a_store_a_checkpoint_becomes_visible_with_its_marker_and_comes_back_
     assert_same(again.restore(9, abstract(elsewhere)), elsewhere)
 
 
+@pytest.mark.slow
 def test_in_a_store_damage_and_another_model_are_refused_and_left_alone(store, url: str) -> None:
     checkpoints = Checkpoints(url)
     save_and_wait(checkpoints, 3)
@@ -484,6 +485,7 @@ def test_a_store_that_refuses_for_a_while_is_asked_again(store, url: str) -> Non
     assert store.refused >= refused + 4
 
 
+@pytest.mark.slow
 def test_a_store_that_stays_down_is_named_and_the_next_save_succeeds(store, url: str, monkeypatch) -> None:
     checkpoints = Checkpoints(url)
     save_and_wait(checkpoints, 3)

@@ -123,6 +123,7 @@ def assert_same(found: TrainState, expected: TrainState) -> None:
         assert np.asarray(new).tobytes() == np.asarray(old).tobytes(), name
 
 
+@pytest.mark.slow
 def test_a_run_rolls_back_to_a_checkpoint_without_carry(
     data: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
