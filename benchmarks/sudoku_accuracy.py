@@ -215,10 +215,12 @@ def make_table(rows: list[dict[str, Any]]) -> str:
 
 
 def draw_training(out: Path, runs: list[str]) -> None:
+    curves = {run: curve for run in runs if len((curve := training_curve(run))[0])}
+    if not curves:
+        return
     figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
     recipes: dict[str, str] = {}
-    for run in runs:
-        minutes, values = training_curve(run)
+    for run, (minutes, values) in curves.items():
         recipe = name_of(tinypod.load(run).config)
         label = None if recipe in recipes else recipe
         colour = recipes.setdefault(recipe, COLOURS[len(recipes) % len(COLOURS)])

@@ -1,6 +1,7 @@
 """Variants of puzzles: with one answer, as hard, and nothing that is held out among them."""
 
 import ast
+import contextlib
 import io
 import itertools
 import subprocess
@@ -187,6 +188,57 @@ def test_those_of_a_puzzle_do_not_depend_on_the_puzzles_beside_it(few, variants)
     assert not np.array_equal(each[1], alone(few, 1, seed=1).questions)
 
 
+def test_what_was_stopped_makes_the_rest_alone(tmp_path, monkeypatch, capsys):
+    """Of a file that a kill cut short, all again."""
+    made, wander = [], sudoku_solver.wander
+
+    def counted(question, *arguments):
+        made.append(bytes(question))
+        return wander(question, *arguments)
+
+    def make(out):
+        sizes = {"train_size": 6, "test_size": 3, "box": (2, 2), "clues": (6, 6), "seed": 0, "variants": 5}
+        return build.build_sudoku(
+            out, train_csv=None, test_csv=None, generate=True, **sizes, console=Console(force_terminal=False)
+        )
+
+    def stop(console, what, total):
+        return contextlib.nullcontext(interrupt if what == "varying" else lambda done: None)
+
+    def interrupt(done):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sudoku_solver, "wander", counted)
+    straight = make(tmp_path / "straight")
+    assert len(set(made)) == len(made) == 6
+    assert sorted(path.name for path in (tmp_path / "straight").iterdir()) == ["dataset.json", "test.npz", "train.npz"]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "counting", stop)
+        with pytest.raises(KeyboardInterrupt):
+            make(tmp_path / "stopped")
+    kept = sorted((tmp_path / "stopped" / build.VARIANTS).iterdir())
+    assert str(tmp_path / "stopped" / build.VARIANTS) in capsys.readouterr().out.replace("\n", "")
+    assert kept
+    kept[0].write_bytes(kept[0].read_bytes()[:100])
+    made.clear()
+    assert make(tmp_path / "stopped") == straight
+    assert len(made) == 6 - len(kept) + 1
+    for name in ("dataset.json", "test.npz", "train.npz"):
+        assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
+
+
+def test_what_is_kept_is_of_one_seed_and_number(few, tmp_path):
+    asked = [(6, 0), (6, 1), (4, 0)]
+    plain = [sudoku_variants.make_variants(few, (3, 3), most, seed, NONE) for most, seed in asked]
+    kept = [sudoku_variants.make_variants(few, (3, 3), most, seed, NONE, None, tmp_path) for most, seed in asked * 2]
+    assert len(list(tmp_path.iterdir())) == 3 * 3
+    for one, other in zip(plain * 2, kept, strict=True):
+        np.testing.assert_array_equal(one.questions, other.questions)
+        np.testing.assert_array_equal(one.answers, other.answers)
+        np.testing.assert_array_equal(one.ratings, other.ratings)
+
+
 SHOW = """
 import hashlib, numpy as np
 from tinypod.data import sudoku, sudoku_generator, sudoku_solver, sudoku_variants
@@ -212,7 +264,7 @@ def test_plain_python_makes_the_same(capsys):
 def test_the_command_keeps_held_out_puzzles_out(tmp_path, monkeypatch):
     asked = {}
 
-    def make(puzzles, box, most, seed, avoid, progress):
+    def make(puzzles, box, most, seed, avoid, progress, kept):
         asked.update(puzzles=puzzles, most=most, avoid=avoid)
         return Puzzles(*(column[:0] for column in puzzles))
 

@@ -1,6 +1,7 @@
 """Datasets from CSVs, from the hub, from the generator: what `tinypod data sudoku` does."""
 
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from tinypod.errors import UserError
 from tinypod.runs.terminal import counting, say
 
 SMALL = 6  # the side of grids that need no compiled solver
+VARIANTS = "variants.partial"  # in a dataset's folder until it is whole: what was made so far
 
 
 def parse_box(text: str) -> Box:
@@ -79,13 +81,15 @@ def build_sudoku(
     if copies := np.isin(unseen, trained).sum():
         say(console, f"note: {copies} held-out puzzles look like symmetric copies of training puzzles", "yellow")
     if variants:
-        more = _vary(parts["train"], box, variants, seed, unseen, console)
+        more = _vary(out, parts["train"], box, variants, seed, unseen, console)
         parts["train"] = sudoku.join(parts["train"], more)
         origin += varied(len(more.questions), variants)
     sources = sorted({source for part in parts.values() for source in part.sources})
     info = puzzles.describe_sudoku(list(box), sources=sources, origin=origin)
     splits = {name: _to_split(part, info.sources, seed) for name, part in parts.items()}
-    return puzzles.write_dataset(out, info, splits)
+    info = puzzles.write_dataset(out, info, splits)
+    shutil.rmtree(out / VARIANTS, ignore_errors=True)
+    return info
 
 
 def generated(box: Box, clues: Clues | None, seed: int, holdout: int = 0) -> str:
@@ -140,11 +144,18 @@ def _generate(box: Box, sizes: dict[str, int], clues: Clues | None, seed: int, c
     return parts
 
 
-def _vary(part: Puzzles, box: Box, most: int, seed: int, unseen: np.ndarray, console: Console) -> Puzzles:
+def _vary(out: Path, part: Puzzles, box: Box, most: int, seed: int, unseen: np.ndarray, console: Console) -> Puzzles:
     from tinypod.data import sudoku_variants
 
-    with counting(console, "varying", len(part.questions)) as progress:
-        return sudoku_variants.make_variants(part, box, most, seed, unseen, progress)
+    try:
+        with counting(console, "varying", len(part.questions)) as progress:
+            return sudoku_variants.make_variants(part, box, most, seed, unseen, progress, out / VARIANTS)
+    except KeyboardInterrupt:
+        say(
+            console,
+            f"stopped; the variants made so far are in {out / VARIANTS}, and the same command goes on with them",
+        )
+        raise
 
 
 def _read(path: Path, box: Box, size: int | None, seed: int, console: Console, besides: int = 0) -> Puzzles:
