@@ -10,7 +10,6 @@ import pytest
 
 from fixtures import CONFIGS, TINY, write_4x4
 from terminals import PATIENCE_S, Terminal
-from tinypod import cli
 
 RECIPE = str(CONFIGS / "trm" / "sudoku_mlp.yaml")
 # A step that takes long to compile: there is time for Ctrl-C.
@@ -131,30 +130,3 @@ def test_ctrl_c_in_an_evaluation_says_what_will_be_saved(trained: Terminal, fold
     assert "then saving step 5; Ctrl-C again ends at once and loses what came after step 0" in said
     assert (folder / "evaluating" / "checkpoints" / "5").is_dir()
     assert_fits(terminal)
-
-
-def test_where_there_is_no_tpu_its_library_is_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("TPU_STDERR_LOG_LEVEL", "TPU_MIN_LOG_LEVEL", "TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES")
-    monkeypatch.setattr(cli, "DEV", tmp_path)
-    for name in names:
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    (tmp_path / "vfio").mkdir()
-    (tmp_path / "vfio" / "0").touch()
-    cli._quieten_libtpu()
-    assert not any(name in os.environ for name in names), "what a real TPU says is worth reading"
-    (tmp_path / "vfio" / "0").unlink()
-    monkeypatch.setenv(names[0], "0")
-    cli._quieten_libtpu()
-    assert [os.environ[name] for name in names] == ["0", "3", "1", "localhost"], "the user's own setting stays"
-
-
-def test_a_library_without_a_tpu_says_nothing() -> None:
-    pytest.importorskip("libtpu")
-    code = "from tinypod import cli; cli._quieten_libtpu(); import jax; print(jax.devices()[0].platform)"
-    # Another process may hold the library's lock, and then it is not even tried.
-    env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS" and not name.startswith("TPU_")}
-    env |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    told = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert told.stdout
-    assert "TPU" not in told.stderr

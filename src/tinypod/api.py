@@ -23,6 +23,7 @@ from typing import Any, Literal, TypedDict, Unpack
 from rich.console import Console
 
 from tinypod import training
+from tinypod.cluster import libtpu
 from tinypod.data import build, puzzles
 from tinypod.errors import ConfigError, DataError, DeviceMemoryError, UserError
 from tinypod.evaluate import Evaluator
@@ -39,6 +40,8 @@ from tinypod.runs.release import Release, open_source
 from tinypod.runs.terminal import counting, say
 from tinypod.solve import examples, refine, stops
 from tinypod.solve.refine import Answer
+
+libtpu.quieten()  # when this is first used, which is before JAX looks for devices
 
 LOCAL = "local"  # in place of a slice: the device at hand
 Overrides = Mapping[str, Any] | Sequence[str]  # {"a.b": value}, or as on the command line: ["a.b=value"]

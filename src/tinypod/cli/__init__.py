@@ -1,11 +1,9 @@
 """The commands: parse, dispatch, print. What they do stands in the modules they call."""
 
 import io
-import os
 import sys
 import time
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,11 +14,11 @@ from tinypod.cli import plan, slices, data, cache, weights, runs, pod  # noqa: F
 
 # isort: on
 from tinypod.cli.shared import app, console, errors
+from tinypod.cluster import libtpu
 from tinypod.cluster.interrupts import heard
 from tinypod.errors import StorageError, UserError
 from tinypod.runs.terminal import fail, say
 
-DEV = Path("/dev")  # where the chips of a TPU are
 ANSWER_AFTER_S = 0.5
 
 
@@ -29,7 +27,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # where the locale knows ASCII only, × becomes ?
             stream.reconfigure(errors="replace")
-    _quieten_libtpu()
+    libtpu.quieten()
     try:
         with heard(_answer):
             app()
@@ -54,19 +52,6 @@ def _answer() -> None:
     """To Ctrl-C, where the command neither ends by it nor has an answer of its own: it waits for a compiler."""
     time.sleep(ANSWER_AFTER_S)
     say(errors, "stopping once the computation at hand is over; Ctrl-C again ends at once")
-
-
-def _quieten_libtpu() -> None:
-    """Where the TPU's library is installed and a TPU is not (a laptop that plans), JAX tries it all the same, and it
-    complains, after it has asked Google Cloud what TPU this is. On a machine that has one, what it says is worth
-    reading."""
-    if not any([*DEV.glob("accel[0-9]*"), *DEV.glob("vfio/[0-9]*")]):
-        for name in ("TPU_STDERR_LOG_LEVEL", "TPU_MIN_LOG_LEVEL"):
-            os.environ.setdefault(name, "3")  # fatal errors only
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-        # What it would have asked. Any answer will do, for it finds no chips; without one it complains at any level.
-        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
-        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 
 def _fail(message: str, exit_code: int = UserError.exit_code) -> None:
