@@ -41,7 +41,7 @@ from tinypod.runs.terminal import counting, say
 from tinypod.solve import examples, refine, stops
 from tinypod.solve.refine import Answer
 
-libtpu.quieten()  # when this is first used, which is before JAX looks for devices
+libtpu.quieten()  # in a script that has not asked JAX for devices before
 
 LOCAL = "local"  # in place of a slice: the device at hand
 Overrides = Mapping[str, Any] | Sequence[str]  # {"a.b": value}, or as on the command line: ["a.b=value"]

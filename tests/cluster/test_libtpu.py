@@ -11,7 +11,13 @@ from tinypod.cluster import libtpu
 
 
 def test_where_there_is_no_tpu_its_library_is_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("TPU_STDERR_LOG_LEVEL", "TPU_MIN_LOG_LEVEL", "TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES")
+    names = (
+        "TPU_STDERR_LOG_LEVEL",
+        "TPU_MIN_LOG_LEVEL",
+        "TPU_SKIP_MDS_QUERY",
+        "TPU_ACCELERATOR_TYPE",
+        "TPU_WORKER_HOSTNAMES",
+    )
     monkeypatch.setattr(libtpu, "DEV", tmp_path)
     for name in names:
         monkeypatch.setenv(name, "")
@@ -23,7 +29,9 @@ def test_where_there_is_no_tpu_its_library_is_quiet(tmp_path: Path, monkeypatch:
     (tmp_path / "vfio" / "0").unlink()
     monkeypatch.setenv(names[0], "0")
     libtpu.quieten()
-    assert [os.environ[name] for name in names] == ["0", "3", "1", "localhost"], "the user's own setting stays"
+    assert [os.environ[name] for name in names] == ["0", "3", "1", "v5litepod-1", "localhost"], (
+        "the user's own setting stays"
+    )
 
 
 @pytest.mark.parametrize(

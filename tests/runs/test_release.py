@@ -276,7 +276,9 @@ def test_what_is_shipped_is_small_and_solves_its_examples(
     assert opened.path.stat().st_size <= 16e6
     assert release.read_tensors(opened)
     assert opened.about.examples
-    for refinement in tinypod.load(name).solve_all(opened.about.examples, halt_steps=8):  # soon, and without doubt
+    for refinement in tinypod.load(name).solve_all(
+        opened.about.examples, halt_steps=8
+    ):  # enough for each, with steps to spare
         assert refinement.solved
         assert refinement.halted_at
 

@@ -210,13 +210,19 @@ def test_without_a_terminal_what_takes_long_is_said(monkeypatch):
 
 
 def test_without_a_terminal_counted_work_is_a_line_now_and_then(monkeypatch):
-    clock = iter([0.0, 4.0, 10.0, 12.0, 30.0])
+    """The time left is that of the items since the line before; here the first were there already."""
+    clock = iter([0.0, 4.0, 10.0, 12.0, 20.0, 30.0, 45.0])
     monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
     console = screen(60, is_terminal=False)
     with terminal.counting(console, "varying", 2_000) as advance:
-        for done in (100, 400, 100, 400):  # after 4, 10, 12 and 30 s
+        for done in (900, 40, 10, 30, 0, 1_020):  # after 4, 10, 12, 20, 30 and 45 s
             advance(done)
-    assert written(console) == "varying 500/2,000 · ETA 30 s\nvarying 1,000/2,000 · ETA 30 s\n"
+    assert written(console).splitlines() == [
+        "varying 940/2,000",
+        "varying 980/2,000 · ETA 4 min 15 s",
+        "varying 980/2,000",
+        "varying 2,000/2,000",
+    ]
 
 
 def test_without_a_terminal_work_of_unknown_length_is_counted(monkeypatch):

@@ -153,7 +153,7 @@ def _vary(out: Path, part: Puzzles, box: Box, most: int, seed: int, unseen: np.n
     except KeyboardInterrupt:
         say(
             console,
-            f"stopped; the variants made so far are in {out / VARIANTS}, and the same command goes on with them",
+            f"stopped; the variants made so far are kept in {out / VARIANTS}: run it again to resume",
         )
         raise
 

@@ -331,21 +331,22 @@ def counting(console: Console, what: str, total: int | None) -> Iterator[Callabl
 
 
 def _lines(console: Console, what: str, total: int | None) -> Callable[[int], None]:
-    """What `counting` says where there is no terminal: of work that is soon over nothing."""
-    began = said = time.monotonic()
-    completed = 0
+    """What `counting` says where there is no terminal: of work that is soon over nothing. The time left goes by what
+    was done since the line before, as the first items may have been there already, or have waited for a compiler."""
+    said, before, completed, first = time.monotonic(), 0, 0, True
 
     def advance(done: int) -> None:
-        nonlocal said, completed
+        nonlocal said, before, completed, first
         completed, clock = completed + done, time.monotonic()
         if clock - said < PLAIN_INTERVAL_S:
             return
-        said = clock
-        if total is None:
-            say(console, f"{what} {completed:,}")
-        else:
-            left = (clock - began) / max(completed, 1) * (total - completed)
-            say(console, f"{what} {completed:,}/{total:,} · ETA {duration(left, whole=True)}")
+        text, new = f"{what} {completed:,}", completed - before
+        if total is not None:
+            text += f"/{total:,}"
+            if new and not first and completed < total:
+                text += f" · ETA {duration((clock - said) / new * (total - completed), whole=True)}"
+        say(console, text)
+        said, before, first = clock, completed, False
 
     return advance
 
