@@ -3,14 +3,15 @@
     python benchmarks/sudoku_accuracy.py OUT RUN [RUN ...]
     python benchmarks/sudoku_accuracy.py OUT RUN --splits holdout --settings 16 128 16x8 "16x8 first"
 
-A RUN is a run folder or a release; those that differ in their seed alone are one row. The dataset is the run's own
-(another, and for releases: `--data FOLDER`). A setting is the steps of each chain, with `x` the symmetric views, with
-`*` the trajectories (with noise of `--noise`), then how one answer is chosen: `16`, `128`, `16x8`, `64x8 confident`,
-`16*8 every_step confident`. What a run scored with a setting is in `scores.jsonl`, beside the command that gives the
-same. Settings that differ in their steps alone are scored in one pass; where the first chain to stop ends the
-thinking, each puzzle is a batch of its own, so that none waits for another. What is there is not computed again for
-the same step of the run. OUT gets `table.md`, `thinking.png` and, from the metrics of run folders, `training.png`,
-too.
+A RUN is a run folder or a release; those that differ in their seed alone are one row, and with `--recipe NAME` all of
+one call are. The dataset is the run's own (another, and for releases: `--data FOLDER`). A setting is the steps of each
+chain, with `x` the symmetric views, with `*` the trajectories (with noise of `--noise`), then how one answer is chosen:
+`16`, `128`, `16x8`, `64x8 confident`, `16*8 every_step confident`. What a run scored with a setting is in
+`scores.jsonl`, beside the command that gives the same. Settings that differ in their steps alone are scored in one
+pass; where the first chain to stop ends the thinking, each puzzle is a batch of its own, so that none waits for
+another. What is there is not computed again for the same step of the run. OUT gets `table.md` and `thinking.png` of
+what is asked for, too, and `curves.jsonl`, from the metrics of run folders: `training.png` shows all that are in it.
+What README and docs show is in `benchmarks/sudoku_accuracy/`.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import jax
 import matplotlib
 import numpy as np
 
@@ -109,13 +111,14 @@ def score(out: Path, runs: list[str], options: argparse.Namespace) -> list[dict[
                 for setting, scores in found.items():
                     row: dict[str, Any] = {"command": asked[setting], "run": run, "recipe": name_of(model.config)}
                     row |= {"seed": model.config.seed, "setting": setting, "split": split, "step": model.step}
-                    row |= {"weights": model.weights, "scores": scores}
+                    row |= {"weights": model.weights, "device": jax.devices()[0].device_kind, "scores": scores}
                     known[asked[setting], model.step] = row
                     with open(file, "a") as lines:
                         lines.write(json.dumps(row) + "\n")
                     exact, cost = scores["exact_accuracy"], scores["cost"]
                     print(f"{exact:.2%} at {cost:.1f} steps: {asked[setting]}", flush=True)
-            asked_for += [known[asked[text], model.step] for text in options.settings]
+            named = {"recipe": options.recipe} if options.recipe else {}
+            asked_for += [known[asked[text], model.step] | named for text in options.settings]
     return asked_for
 
 
@@ -169,17 +172,23 @@ def evaluate(
     return found
 
 
-def training_curve(run: str) -> tuple[np.ndarray, np.ndarray]:
-    """Minutes of training (evaluations, checkpoints and pauses left out) and held-out accuracy."""
-    rows = tinypod.load(run).metrics
-    paces = [(row["step"], row["perf/step_ms"]) for row in rows if row.get("perf/step_ms")]
-    scores = [(row["step"], row["eval/exact_accuracy"]) for row in rows if "eval/exact_accuracy" in row]
-    if not paces or not scores:
-        return np.zeros(0), np.zeros(0)
-    at, pace = (np.array(column, float) for column in zip(*paces, strict=True))
-    minutes = np.cumsum(pace * np.diff(at, prepend=0)) / 60_000
-    steps, values = (np.array(column, float) for column in zip(*scores, strict=True))
-    return np.interp(steps, at, minutes), values
+def training_curves(out: Path, runs: list[str], recipe: str | None) -> list[dict[str, Any]]:
+    """Minutes of training (evaluations, checkpoints and pauses left out) and the share of held-out puzzles solved."""
+    file = out / "curves.jsonl"
+    known = {(row["recipe"], row["seed"]): row for row in read(file)}
+    for run in runs:
+        model = tinypod.load(run)
+        paces = [(row["step"], row["perf/step_ms"]) for row in model.metrics if row.get("perf/step_ms")]
+        scores = [(row["step"], row["eval/exact_accuracy"]) for row in model.metrics if "eval/exact_accuracy" in row]
+        if paces and scores:
+            at, pace = (np.array(column, float) for column in zip(*paces, strict=True))
+            minutes = np.cumsum(pace * np.diff(at, prepend=0)) / 60_000
+            steps, solved = zip(*scores, strict=True)
+            row = {"recipe": recipe or name_of(model.config), "seed": model.config.seed, "steps": steps}
+            row |= {"minutes": np.interp(steps, at, minutes).round(2).tolist(), "solved": solved}
+            known[row["recipe"], row["seed"]] = row
+    file.write_text("".join(json.dumps(row) + "\n" for row in known.values()))
+    return list(known.values())
 
 
 def spread(values: Iterable[float]) -> str:
@@ -214,17 +223,16 @@ def make_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def draw_training(out: Path, runs: list[str]) -> None:
-    curves = {run: curve for run in runs if len((curve := training_curve(run))[0])}
+def draw_training(out: Path, curves: list[dict[str, Any]]) -> None:
     if not curves:
         return
     figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
-    recipes: dict[str, str] = {}
-    for run, (minutes, values) in curves.items():
-        recipe = name_of(tinypod.load(run).config)
-        label = None if recipe in recipes else recipe
-        colour = recipes.setdefault(recipe, COLOURS[len(recipes) % len(COLOURS)])
-        axes.plot(minutes, 100 * values, color=colour, label=label, linewidth=1.6)
+    colours: dict[str, str] = {}
+    for curve in curves:
+        recipe = curve["recipe"]
+        label = None if recipe in colours else recipe
+        colour = colours.setdefault(recipe, COLOURS[len(colours) % len(COLOURS)])
+        axes.plot(curve["minutes"], [100 * x for x in curve["solved"]], color=colour, label=label, linewidth=1.6)
     axes.set(xlabel="minutes of training", ylabel="held-out puzzles solved, %", ylim=(0, 100), xlim=(0, None))
     _finish(axes)
     figure.savefig(out / "training.png", dpi=200)
@@ -235,18 +243,23 @@ def draw_thinking(out: Path, rows: list[dict[str, Any]]) -> None:
     series: dict[tuple[str, str], list[tuple[float, float, str]]] = {}
     for row in rows:
         point = row["scores"]["cost"], 100 * row["scores"]["exact_accuracy"], row["setting"]
-        series.setdefault((row["recipe"], row["split"]), []).append(point)
+        puzzles = f"{row['scores']['count']:,.0f} of {row['split']}"
+        series.setdefault((row["recipe"], puzzles), []).append(point)
     alone = len({recipe for recipe, _ in series}) == 1
-    for number, ((recipe, split), points) in enumerate(series.items()):
-        name = split if alone else f"{recipe}: {split}"
+    for number, ((recipe, puzzles), points) in enumerate(series.items()):
+        name = puzzles if alone else f"{recipe}: {puzzles}"
         colour = COLOURS[number % len(COLOURS)]
         for setting in dict.fromkeys(point[2] for point in points):
             here = [point for point in points if point[2] == setting]
             cost, solved = statistics.mean(p[0] for p in here), statistics.mean(p[1] for p in here)
             first = setting == points[0][2]
             axes.plot(cost, solved, "o", color=colour, markersize=4, label=name if first else None)
-            beside = (4, -8 if number % 2 else 2)
-            axes.annotate(setting, (cost, solved), xytext=beside, textcoords="offset points", fontsize=6.5)
+            text = setting.replace(" every_step", "")
+            if "*" in setting:  # to the left, for views cost as much as trajectories do
+                place: dict[str, Any] = {"xytext": (-4, -2 if number % 2 else -7), "ha": "right"}
+            else:
+                place = {"xytext": (4, -8 if number % 2 else 2)}
+            axes.annotate(text, (cost, solved), **place, textcoords="offset points", fontsize=6.5)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.margins(x=0.12)
@@ -270,13 +283,14 @@ def main() -> None:
     parser.add_argument("--splits", nargs="+", default=["holdout", "test"])
     parser.add_argument("--settings", nargs="+", default=SETTINGS)
     parser.add_argument("--noise", type=float, default=0.5)
+    parser.add_argument("--recipe", help="what these runs are called in table and pictures")
     parser.add_argument("--limit", type=int, help="rows of the split `test`; default: all")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     rows = score(options.out, options.runs, options)
     table = make_table(rows)
     (options.out / "table.md").write_text(table + "\n")
-    draw_training(options.out, options.runs)
+    draw_training(options.out, training_curves(options.out, options.runs, options.recipe))
     draw_thinking(options.out, rows)
     print(table)
 
