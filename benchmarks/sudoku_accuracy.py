@@ -9,9 +9,12 @@ chain, with `x` the symmetric views, with `*` the trajectories (with noise of `-
 `16`, `128`, `16x8`, `64x8 confident`, `16*8 every_step confident`. What a run scored with a setting is in
 `scores.jsonl`, beside the command that gives the same. Settings that differ in their steps alone are scored in one
 pass; where the first chain to stop ends the thinking, each puzzle is a batch of its own, so that none waits for
-another. What is there is not computed again for the same step of the run. OUT gets `table.md` and `thinking.png` of
-what is asked for, too, and `curves.jsonl`, from the metrics of run folders: `training.png` shows all that are in it.
-What README and docs show is in `benchmarks/sudoku_accuracy/`.
+another.
+
+A score that is in OUT's `scores.jsonl` is not computed again for the same step of the run, here or on another device.
+`table.md` has all that are in it and says on what they were computed, `thinking.png` those that this call asks for.
+Curves from the metrics of run folders are added to `curves.jsonl`; `training.png` shows all that are in that. README
+and docs show what is in `benchmarks/sudoku_accuracy/`.
 """
 
 import argparse
@@ -94,7 +97,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def score(out: Path, runs: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
     file = out / "scores.jsonl"
-    known = {(row["command"], row["step"]): row for row in read(file)}
+    known = {row["command"]: row for row in read(file)}
     asked_for = []
     for run in runs:
         # The last checkpoint: the best one was chosen by the puzzles that are scored here.
@@ -104,21 +107,22 @@ def score(out: Path, runs: list[str], options: argparse.Namespace) -> list[dict[
             asked = {
                 text: command(run, split, limit, options.data, parse(text, options.noise)) for text in options.settings
             }
-            new = [text for text in options.settings if (asked[text], model.step) not in known]
+            at = {text: known.get(asked[text], {}).get("step") for text in options.settings}
+            new = [text for text in options.settings if at[text] != model.step]
             for group in passes(new, options.noise):
                 changes = overrides(next(iter(group.values())), options.data)
                 found = evaluate(tinypod.load(run, changes, checkpoint="latest"), split, limit, group)
                 for setting, scores in found.items():
-                    row: dict[str, Any] = {"command": asked[setting], "run": run, "recipe": name_of(model.config)}
+                    row: dict[str, Any] = {"command": asked[setting], "run": run}
+                    row |= {"recipe": options.recipe or name_of(model.config)}
                     row |= {"seed": model.config.seed, "setting": setting, "split": split, "step": model.step}
                     row |= {"weights": model.weights, "device": jax.devices()[0].device_kind, "scores": scores}
-                    known[asked[setting], model.step] = row
+                    known[asked[setting]] = row
                     with open(file, "a") as lines:
                         lines.write(json.dumps(row) + "\n")
                     exact, cost = scores["exact_accuracy"], scores["cost"]
                     print(f"{exact:.2%} at {cost:.1f} steps: {asked[setting]}", flush=True)
-            named = {"recipe": options.recipe} if options.recipe else {}
-            asked_for += [known[asked[text], model.step] | named for text in options.settings]
+            asked_for += [known[asked[text]] for text in options.settings]
     return asked_for
 
 
@@ -175,7 +179,7 @@ def evaluate(
 def training_curves(out: Path, runs: list[str], recipe: str | None) -> list[dict[str, Any]]:
     """Minutes of training (evaluations, checkpoints and pauses left out) and the share of held-out puzzles solved."""
     file = out / "curves.jsonl"
-    known = {(row["recipe"], row["seed"]): row for row in read(file)}
+    known = {row["run"]: row for row in read(file)}
     for run in runs:
         model = tinypod.load(run)
         paces = [(row["step"], row["perf/step_ms"]) for row in model.metrics if row.get("perf/step_ms")]
@@ -184,9 +188,8 @@ def training_curves(out: Path, runs: list[str], recipe: str | None) -> list[dict
             at, pace = (np.array(column, float) for column in zip(*paces, strict=True))
             minutes = np.cumsum(pace * np.diff(at, prepend=0)) / 60_000
             steps, solved = zip(*scores, strict=True)
-            row = {"recipe": recipe or name_of(model.config), "seed": model.config.seed, "steps": steps}
-            row |= {"minutes": np.interp(steps, at, minutes).round(2).tolist(), "solved": solved}
-            known[row["recipe"], row["seed"]] = row
+            known[run] = {"run": run, "recipe": recipe or name_of(model.config), "seed": model.config.seed}
+            known[run] |= {"steps": steps, "minutes": np.interp(steps, at, minutes).round(2).tolist(), "solved": solved}
     file.write_text("".join(json.dumps(row) + "\n" for row in known.values()))
     return list(known.values())
 
@@ -199,24 +202,16 @@ def spread(values: Iterable[float]) -> str:
 
 def make_table(rows: list[dict[str, Any]]) -> str:
     sources = sorted({name for row in rows for name in row["scores"] if name.startswith("exact_accuracy/")})
-    titles = [
-        "recipe",
-        "seeds",
-        "setting",
-        "cost in steps",
-        "split",
-        "puzzles",
-        "solved",
-        *(s.split("/", 1)[1] for s in sources),
-    ]
+    titles = ["recipe", "seeds", "device", "setting", "cost in steps", "split", "puzzles", "solved"]
+    titles += [s.split("/", 1)[1] for s in sources]
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
-    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["recipe"], row["setting"], row["split"]), []).append(row)
-    for (recipe, setting, split), group in groups.items():
+    groups: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
+    for row in {row["command"]: row for row in rows}.values():  # the last of each
+        groups.setdefault((row["recipe"], row["device"], row["setting"], row["split"]), []).append(row)
+    for (recipe, device, setting, split), group in groups.items():
         scores = [row["scores"] for row in group]
         cost = statistics.mean(one["cost"] for one in scores)
-        cells = [recipe, str(len(group)), setting, f"{cost:.1f}", split, f"{scores[0]['count']:,.0f}"]
+        cells = [recipe, str(len(group)), device, setting, f"{cost:.1f}", split, f"{scores[0]['count']:,.0f}"]
         cells.append(spread(one["exact_accuracy"] for one in scores))
         cells += [spread(one[s] for one in scores) if s in scores[0] else "" for s in sources]
         lines.append("| " + " | ".join(cells) + " |")
@@ -252,14 +247,16 @@ def draw_thinking(out: Path, rows: list[dict[str, Any]]) -> None:
         for setting in dict.fromkeys(point[2] for point in points):
             here = [point for point in points if point[2] == setting]
             cost, solved = statistics.mean(p[0] for p in here), statistics.mean(p[1] for p in here)
-            first = setting == points[0][2]
-            axes.plot(cost, solved, "o", color=colour, markersize=4, label=name if first else None)
+            first, other = setting == points[0][2], number % 2 == 1
+            # Trajectories cost what views do: hollow, so that neither hides the other.
+            noisy = "*" in setting
+            marker, size, face = ("s", 6, "none") if noisy else ("o", 4, colour)
+            label = name if first else None
+            axes.plot(cost, solved, marker, color=colour, markersize=size, markerfacecolor=face, label=label)
+            left = noisy and not other
+            beside, side = (-4 if left else 4, -8 if other or left else 2), "right" if left else "left"
             text = setting.replace(" every_step", "")
-            if "*" in setting:  # to the left, for views cost as much as trajectories do
-                place: dict[str, Any] = {"xytext": (-4, -2 if number % 2 else -7), "ha": "right"}
-            else:
-                place = {"xytext": (4, -8 if number % 2 else 2)}
-            axes.annotate(text, (cost, solved), **place, textcoords="offset points", fontsize=6.5)
+            axes.annotate(text, (cost, solved), xytext=beside, ha=side, textcoords="offset points", fontsize=6.5)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.margins(x=0.12)
@@ -277,18 +274,18 @@ def _finish(axes: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("runs", nargs="+")
+    parser.add_argument("out", type=Path, help="a folder for the scores, which are kept, and for table and pictures")
+    parser.add_argument("runs", nargs="+", metavar="RUN")
     parser.add_argument("--data", help="a dataset folder; default: the one that a run was trained with")
-    parser.add_argument("--splits", nargs="+", default=["holdout", "test"])
-    parser.add_argument("--settings", nargs="+", default=SETTINGS)
-    parser.add_argument("--noise", type=float, default=0.5)
+    parser.add_argument("--splits", nargs="+", default=["holdout", "test"], help="default: holdout test")
+    parser.add_argument("--settings", nargs="+", default=SETTINGS, help=f"default: {', '.join(SETTINGS)}")
+    parser.add_argument("--noise", type=float, default=0.5, help="that trajectories get; default: 0.5")
     parser.add_argument("--recipe", help="what these runs are called in table and pictures")
     parser.add_argument("--limit", type=int, help="rows of the split `test`; default: all")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     rows = score(options.out, options.runs, options)
-    table = make_table(rows)
+    table = make_table(read(options.out / "scores.jsonl"))
     (options.out / "table.md").write_text(table + "\n")
     draw_training(options.out, training_curves(options.out, options.runs, options.recipe))
     draw_thinking(options.out, rows)
