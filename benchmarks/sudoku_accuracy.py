@@ -190,7 +190,8 @@ def training_curves(out: Path, runs: list[str], recipe: str | None) -> list[dict
             steps, solved = zip(*scores, strict=True)
             known[run] = {"run": run, "recipe": recipe or name_of(model.config), "seed": model.config.seed}
             known[run] |= {"steps": steps, "minutes": np.interp(steps, at, minutes).round(2).tolist(), "solved": solved}
-    file.write_text("".join(json.dumps(row) + "\n" for row in known.values()))
+    if known:
+        file.write_text("".join(json.dumps(row) + "\n" for row in known.values()))
     return list(known.values())
 
 

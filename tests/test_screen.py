@@ -1,15 +1,20 @@
 """What a person sees, in real terminals of 80 and of 60 columns, in a pipe, and at Ctrl-C."""
 
+import io
 import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from fixtures import CONFIGS, TINY, write_4x4
 from terminals import PATIENCE_S, Terminal
+from tinypod.runs.terminal import TrainingProgress
+from tinypod.tasks import puzzle_scores
 
 RECIPE = str(CONFIGS / "trm" / "sudoku_mlp.yaml")
 # A step that takes long to compile: there is time for Ctrl-C.
@@ -20,7 +25,7 @@ SPINNING = r"[⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏]"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("screen")
-    write_4x4(folder / "data", test=400, num_sources=2)
+    write_4x4(folder / "data", test=1600, num_sources=2)  # an evaluation lasts for several frames
     return folder
 
 
@@ -53,9 +58,22 @@ def test_a_run_fits_60_columns(trained: Terminal) -> None:
 def test_its_progress_line_says_what_it_does_and_moves(trained: Terminal) -> None:
     compiling = [line for line in trained.lines if re.match(rf"{SPINNING} compiling the step · \d+ s", line)]
     assert len(set(compiling)) > 1
-    assert any(re.match(rf"step 5/10 · {SPINNING} evaluating \d+/400 · \d+ s", line) for line in trained.lines)
-    assert any(re.match(rf"step 10/10 · {SPINNING} saving step 10 · \d+ s", line) for line in trained.lines)
+    assert any(re.match(rf"step 5/10 · {SPINNING} evaluating [\d,]+/1,600 · \d+ s", line) for line in trained.lines)
     assert any(re.match(r"step \d+/10 .*loss", line) for line in trained.lines)
+
+
+def test_its_progress_line_says_which_step_it_saves() -> None:
+    """In a run a save may be over before the line is drawn again; this one lasts."""
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=60)
+    with TrainingProgress(console, 10, puzzle_scores.HEADLINE[0], lambda: ("saving", 3.0)) as progress:
+        progress.begin(0)
+        progress.step(10)
+        progress.detail("saving", "saving step 10")
+        until = time.monotonic() + PATIENCE_S
+        while not re.search(rf"step 10/10 · {SPINNING} saving step 10 · 3 s", screen.getvalue()):
+            assert time.monotonic() < until, screen.getvalue()
+            time.sleep(0.05)
 
 
 @pytest.mark.parametrize("width", [80, 60])
@@ -122,7 +140,7 @@ def test_ctrl_c_in_an_evaluation_says_what_will_be_saved(trained: Terminal, fold
     """One that takes long: of single puzzles."""
     slow = ("eval.batch_size=1", "task.halting.max_steps=320")
     with Terminal(training(folder, "evaluating", *slow), 60) as terminal:
-        terminal.wait_for(r"evaluating \d+/400")
+        terminal.wait_for(r"evaluating [\d,]+/1,600")
         terminal.interrupt()
         terminal.wait_for("stopping in the middle of the evaluation")
         assert terminal.end() == 130
