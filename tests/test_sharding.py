@@ -164,7 +164,7 @@ def test_two_slices_give_what_one_gives(data: Path, monkeypatch: pytest.MonkeyPa
     assert [float(s["loss"]) for s in two_sums] == pytest.approx([float(s["loss"]) for s in one_sums], rel=1e-5)
 
 
-@pytest.mark.parametrize("mixing", ["mlp", "attention"])
+@pytest.mark.parametrize("mixing", ["mlp", pytest.param("attention", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "mesh",
     [

@@ -57,7 +57,10 @@ def test_eight_devices_are_one(data: Path) -> None:
     assert [float(s["loss"]) for s in eight_sums] == pytest.approx([float(s["loss"]) for s in one_sums], rel=1e-5)
 
 
-@pytest.mark.parametrize(("devices", "overrides"), [(1, ("accumulation=2",)), (8, ("mesh={data: 4, fsdp: 2}",))])
+@pytest.mark.parametrize(
+    ("devices", "overrides"),
+    [pytest.param(1, ("accumulation=2",), marks=pytest.mark.slow), (8, ("mesh={data: 4, fsdp: 2}",))],
+)
 def test_many_steps_in_one_program_are_steps_one_by_one_to_the_bit(
     data: Path, devices: int, overrides: tuple[str, ...]
 ) -> None:

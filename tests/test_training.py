@@ -133,7 +133,7 @@ def test_a_finished_run_is_left_as_it_is(data: Path, straight: Path) -> None:
     assert (straight / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_the_next_start_goes_on(data: Path, straight: Path, tmp_path: Path, number: int) -> None:
     """However the moment falls, no step is lost: the checkpoint is of the last step that was logged."""
     endless = ("steps=1000000", "eval.every_steps=null", "checkpoint.every_steps=null", "log.every_steps=1")
@@ -286,6 +286,7 @@ def test_a_start_that_fails_leaves_a_finished_run_as_it_was(data: Path, straight
     assert files(tmp_path / "run") == before
 
 
+@pytest.mark.slow
 def test_a_stop_inside_a_streak_of_bad_steps_changes_nothing(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,7 +74,8 @@ def test_in_every_phase_the_answer_says_what_is_waited_for_and_what_would_be_los
 
 
 @pytest.mark.parametrize(
-    ("number", "receivers"), [(signal.SIGTERM, [1]), (signal.SIGTERM, [0, 1, 2]), (signal.SIGINT, [2])]
+    ("number", "receivers"),
+    [(signal.SIGTERM, [1]), (signal.SIGTERM, [0, 1, 2]), pytest.param(signal.SIGINT, [2], marks=pytest.mark.slow)],
 )
 def test_a_signal_to_any_stops_all_at_the_same_turn(tmp_path: Path, number: int, receivers: list[int]) -> None:
     """At a random moment, although Orbax asks JAX's preemption service with numbers of its own."""

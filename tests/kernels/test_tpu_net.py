@@ -1,5 +1,6 @@
 """The TPU's kernel of the recursion's net against the plain net, in Pallas' interpreter."""
 
+import itertools
 import json
 from functools import partial
 from typing import Any
@@ -181,15 +182,10 @@ def test_what_suits_it(
     [
         (MLP, {}),
         (ROTARY, {}),
-        (MLP, {"separate_nets": True}),
-        (MLP, {"one_step_gradient": True}),
-        (ROTARY, {"single_z": True}),
         *(
             pytest.param(*slow, marks=pytest.mark.slow)
-            for slow in (
-                (ROTARY, {"separate_nets": True}),
-                (ROTARY, {"one_step_gradient": True}),
-                (MLP, {"single_z": True}),
+            for slow in itertools.product(
+                (MLP, ROTARY), ({"separate_nets": True}, {"one_step_gradient": True}, {"single_z": True})
             )
         ),
     ],

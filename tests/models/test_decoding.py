@@ -23,7 +23,7 @@ def random_model(**changes: Any) -> tuple[Qwen3Config, Any]:
     return config, jax.jit(init)()
 
 
-@pytest.mark.parametrize("form", [{}, {"low_bit": "q2a2", "lora": {"rank": 2}}])
+@pytest.mark.parametrize("form", [{}, pytest.param({"low_bit": "q2a2", "lora": {"rank": 2}}, marks=pytest.mark.slow)])
 def test_logits_are_those_of_a_full_pass_at_every_position(form: dict[str, Any]) -> None:
     config, params = random_model(**form)
     params = qwen3.prepare(config, params)

@@ -78,6 +78,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     assert np.abs(ours - expected).max() / np.abs(expected).max() <= 1e-5
 
 
+@pytest.mark.slow
 def test_gradients_are_the_same_however_layers_are_run_and_only_remat_multiplies_again() -> None:
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 97, (2, 16)))
     params = qwen3.init(make_config(hidden_size=128, mlp_size=384), jax.random.key(0))

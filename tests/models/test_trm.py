@@ -190,7 +190,12 @@ def test_separate_nets_have_twice_the_weights_and_one_net_is_as_before() -> None
 
 
 @pytest.mark.parametrize(
-    "variant", [{}, {"separate_nets": True}, {"single_z": True}], ids=["plain", "separate", "single"]
+    "variant",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"separate_nets": True}, id="separate", marks=pytest.mark.slow),
+        pytest.param({"single_z": True}, id="single", marks=pytest.mark.slow),
+    ],
 )
 def test_a_one_step_gradient_goes_through_the_last_update_of_each_state_only(variant: dict[str, bool]) -> None:
     """The states before the last two updates are computed apart, and are constants of what is differentiated."""
@@ -279,6 +284,7 @@ def test_a_normalised_gate_written_out(mixing, where: str, scale: float) -> None
     assert_alike(differentiate(ours), differentiate(lambda *given: net_with_a_normalised_gate(config, *given)), 1e-4)
 
 
+@pytest.mark.slow
 def test_the_mean_of_a_normalised_gate_is_over_all_devices_that_share_the_inner_units() -> None:
     config = make(gate="normalised")
     params = trm.init(config, SHAPE, jax.random.key(0))

@@ -174,6 +174,7 @@ def test_fsdp_and_tensor_collectives_stay_on_their_axes() -> None:
     assert work.unwanted == ()
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_only_gradients_cross_slices() -> None:
     config = load(CONFIGS / "demo.yaml", [*SHORT, "mesh={slices: 2, fsdp: 2}"], ExperimentConfig)

@@ -235,6 +235,7 @@ def _as_users_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_as_users_run_it")
 @pytest.mark.skipif(compiler.cuda_version() is not None, reason="JAX's CUDA plugin is installed")
 def test_without_the_gpus_compiler_the_cpus_stands_in() -> None:

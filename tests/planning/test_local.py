@@ -75,6 +75,7 @@ def raise_(error: Exception) -> None:
     raise error
 
 
+@pytest.mark.slow
 def test_a_variant_is_suggested_where_the_compiler_ran_out(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_device, "analyse", without_memory)
     config = tiny_config(data, "batch_size=64", "model.remat=true")

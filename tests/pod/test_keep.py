@@ -129,6 +129,7 @@ def test_three_failures_at_one_step_are_enough(story: Story) -> None:
     assert "gave up: the run failed 3 times at step 7" in story.text
 
 
+@pytest.mark.slow
 def test_a_run_that_gets_further_has_its_tries_again(story: Story) -> None:
     def further(number: int) -> None:
         story.at_step(10 * story.starts)

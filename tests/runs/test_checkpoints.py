@@ -218,6 +218,7 @@ def test_a_checkpoint_that_vanishes_is_no_damaged_one(
     assert_same(reader.restore(6, abstract(made_up(6))), made_up(6))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_a_store_removes_file_by_file_is_no_damaged_one(store, url: str, monkeypatch) -> None:
     monkeypatch.setattr("tinypod.runs.failures.LOOK_AGAIN_S", 0.2)
     save_and_wait(Checkpoints(url), 3)

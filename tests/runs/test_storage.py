@@ -344,6 +344,7 @@ def test_a_local_run_has_nothing_to_push_or_pull(tmp_path: Path) -> None:
     assert (local.folder / "health" / "0.json").read_bytes() == b"1"
 
 
+@pytest.mark.slow
 def test_a_run_in_a_store_is_loaded_on_another_host(store, dataset: str, url: str, monkeypatch, tmp_path: Path) -> None:
     config = tiny_config(Path("ignored"), f"data.path={dataset}")
     assert run.with_absolute_paths(config).data.path == dataset

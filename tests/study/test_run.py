@@ -110,6 +110,7 @@ def packed_and_alone(study: Study, tmp_path: Path, atol: float = 2e-5) -> None:
     assert len(different) == 3
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_is_marked_and_the_others_go_on(data: Path, tmp_path: Path) -> None:
     path = write(
         tmp_path,
