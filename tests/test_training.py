@@ -389,6 +389,7 @@ def one_by_one(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
+@pytest.mark.slow
 def test_steps_in_one_dispatch_are_the_steps_one_by_one_to_the_bit(
     data: Path, one_by_one: Path, tmp_path: Path
 ) -> None:

@@ -131,7 +131,7 @@ def children_of(process: subprocess.Popen) -> list[int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the child in /proc")
 @pytest.mark.parametrize("order", ["supervisor first", "child first", "child, and later the supervisor"])
-@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_sigterm_to_supervisor_and_child_loses_nothing(tmp_path: Path, order: str, times: int) -> None:
     """systemd, Slurm and Kubernetes tell the whole group; the child then hears of it twice."""
     with launcher(tmp_path / "logs", 0, ALONE, tmp_path) as process:

@@ -74,7 +74,7 @@ def fused(
 
 
 @pytest.mark.parametrize("mixing", [MLP, ROTARY, ATTENTION], ids=["mlp", "rotary", "attention"])
-@pytest.mark.parametrize("length", [97, 37, 16])
+@pytest.mark.parametrize("length", [97, 37, pytest.param(16, marks=pytest.mark.slow)])
 def test_the_kernel_is_the_net(length: int, mixing: trm.MlpMixing | trm.AttentionMixing) -> None:
     config, params, h, injection = make(length, batch=3, mixing=mixing)
     np.testing.assert_allclose(fused(config, params, h, injection), plain(config, params, h, injection), atol=1e-5)

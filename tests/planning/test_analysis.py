@@ -78,6 +78,7 @@ def test_one_reduction_of_gradients_and_nothing_else_of_weight(data: Path) -> No
     assert not any(shape.startswith("bf16") for one in gradients for shape in one.shapes)
 
 
+@pytest.mark.slow
 def test_an_accidental_gather_of_activations_is_seen(data: Path) -> None:
     """The check above can fail: here the loss asks for whole logits on every device."""
     built = built_for(data)

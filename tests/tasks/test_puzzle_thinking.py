@@ -86,7 +86,7 @@ def chosen(kind: str, answers: np.ndarray, lead: np.ndarray, step: int) -> tuple
     return voted, max(gave) if gave else lead[step].min(), chains * steps
 
 
-@pytest.mark.parametrize("kind", ["vote", "confident", "first", "settled"])
+@pytest.mark.parametrize("kind", ["vote", pytest.param("confident", marks=pytest.mark.slow), "first", "settled"])
 @pytest.mark.parametrize("continues", [False, True])
 def test_the_choice_is_that_of_loops(kind: str, continues: bool) -> None:
     random = np.random.default_rng(0)
@@ -139,7 +139,7 @@ def test_runs_of_a_pack_stop_each_for_itself() -> None:
     assert np.array_equal(found.answers[1], answers[1])
 
 
-@pytest.mark.parametrize("kind", ["vote", "confident", "first", "settled"])
+@pytest.mark.parametrize("kind", ["vote", pytest.param("confident", marks=pytest.mark.slow), "first", "settled"])
 def test_of_each_step_one_answer_is_kept(built: experiment.Experiment, kind: str) -> None:
     """Of all chains, not theirs: memory that more steps take."""
     puzzles, chains = 64, 8
@@ -153,7 +153,7 @@ def test_of_each_step_one_answer_is_kept(built: experiment.Experiment, kind: str
     assert more < 200 * puzzles * 16 * chains / 2  # a byte a cell
 
 
-@pytest.mark.parametrize("kind", ["vote", "confident", "first", "settled"])
+@pytest.mark.parametrize("kind", ["vote", pytest.param("confident", marks=pytest.mark.slow), "first", "settled"])
 def test_views_are_the_puzzle_changed_and_the_answer_changed_back(built: experiment.Experiment, kind: str) -> None:
     """Each view alone, in NumPy, through a program that knows no views."""
     inputs, views = read_split(built, "test").inputs, jax.device_get(fixed_views(VIEW, 3))
@@ -177,6 +177,7 @@ def test_views_are_the_puzzle_changed_and_the_answer_changed_back(built: experim
     assert not np.array_equal(alone.answers, found.answers)
 
 
+@pytest.mark.slow
 def test_noise_is_the_puzzles_own(built: experiment.Experiment) -> None:
     """Not the batch's: a puzzle has the same answer wherever it stands, and whatever stands beside it."""
     settings = {"views": 2, "trajectories": 3, "noise": 0.5, "noise_at": "every_step", "choose": "confident"}

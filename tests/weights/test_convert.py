@@ -39,6 +39,7 @@ def plain() -> tuple[Qwen3Config, Any]:
     return config, jax.jit(lambda: qwen3.init(config, jax.random.key(3)))()
 
 
+@pytest.mark.slow
 def test_a_straight_through_weight_begins_as_the_source_and_freezes_to_the_bit(plain: tuple[Qwen3Config, Any]) -> None:
     trained, frozen = config_of(low_bit=LOW, straight_through=True), config_of(low_bit=LOW)
     made = convert(*plain, trained)

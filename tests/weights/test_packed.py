@@ -106,6 +106,7 @@ def test_it_is_small_and_says_so(tmp_path: Path) -> None:
     assert json.loads((tmp_path / packed.ABOUT).read_text())["bits_per_weight"] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_language_model_is_loaded_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, params = make_model(low_bit="q4a4")
     monkeypatch.setattr(hugging_face, "SHARD_BYTES", 9000)  # several files
