@@ -7,14 +7,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from fixtures import CONFIGS, TINY, write_4x4
+from fixtures import CONFIGS, TINY, tiny_config, write_4x4
 from terminals import PATIENCE_S, Terminal
-from tinypod.runs.terminal import TrainingProgress
-from tinypod.tasks import puzzle_scores
+from tinypod import training
+from tinypod.evaluate import Evaluator
+from tinypod.runs.folder import Run
+from tinypod.runs.saver import Saver
 
 RECIPE = str(CONFIGS / "trm" / "sudoku_mlp.yaml")
 # A step that takes long to compile: there is time for Ctrl-C.
@@ -25,11 +28,11 @@ SPINNING = r"[⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏]"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("screen")
-    write_4x4(folder / "data", test=1600, num_sources=2)  # an evaluation lasts for several frames
+    write_4x4(folder / "data", test=400, num_sources=2)
     return folder
 
 
-def training(folder: Path, run: str, *overrides: str) -> list[str]:
+def arguments_of(folder: Path, run: str, *overrides: str) -> list[str]:
     overrides = (*TINY, f"data.path={folder / 'data'}", f"compile_cache={folder / 'compiled'}", *overrides)
     return ["train", RECIPE, *overrides, "--run", str(folder / run)]
 
@@ -37,7 +40,7 @@ def training(folder: Path, run: str, *overrides: str) -> list[str]:
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Terminal:
     """A whole run at 60 columns."""
-    with Terminal(training(folder, "run", "log.every_steps=1"), 60) as terminal:
+    with Terminal(arguments_of(folder, "run", "log.every_steps=1"), 60) as terminal:
         assert terminal.end() == 0, terminal.text
     return terminal
 
@@ -58,22 +61,29 @@ def test_a_run_fits_60_columns(trained: Terminal) -> None:
 def test_its_progress_line_says_what_it_does_and_moves(trained: Terminal) -> None:
     compiling = [line for line in trained.lines if re.match(rf"{SPINNING} compiling the step · \d+ s", line)]
     assert len(set(compiling)) > 1
-    assert any(re.match(rf"step 5/10 · {SPINNING} evaluating [\d,]+/1,600 · \d+ s", line) for line in trained.lines)
     assert any(re.match(r"step \d+/10 .*loss", line) for line in trained.lines)
 
 
-def test_its_progress_line_says_which_step_it_saves() -> None:
-    """In a run a save may be over before the line is drawn again; this one lasts."""
+def test_its_progress_line_says_what_it_evaluates_and_saves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either may be over before the line is drawn again; here both last until it was."""
     screen = io.StringIO()
+
+    def lasting(function: Any, pattern: str) -> Any:
+        def until_shown(*arguments: Any) -> Any:
+            found, until = function(*arguments), time.monotonic() + PATIENCE_S
+            while not re.search(pattern, screen.getvalue()):
+                assert time.monotonic() < until, screen.getvalue()
+                time.sleep(0.05)
+            return found
+
+        return until_shown
+
+    evaluating = rf"step 5/10 · {SPINNING} evaluating 400/400 · \d+ s"
+    saving = rf"step 10/10 · {SPINNING} saving step 10 · \d+ s"
+    monkeypatch.setattr(Evaluator, "__call__", lasting(Evaluator.__call__, evaluating))
+    monkeypatch.setattr(Saver, "finish", lasting(Saver.finish, saving))
     console = Console(file=screen, force_terminal=True, width=60)
-    with TrainingProgress(console, 10, puzzle_scores.HEADLINE[0], lambda: ("saving", 3.0)) as progress:
-        progress.begin(0)
-        progress.step(10)
-        progress.detail("saving", "saving step 10")
-        until = time.monotonic() + PATIENCE_S
-        while not re.search(rf"step 10/10 · {SPINNING} saving step 10 · 3 s", screen.getvalue()):
-            assert time.monotonic() < until, screen.getvalue()
-            time.sleep(0.05)
+    training.train(tiny_config(folder / "data"), Run(folder / "lasting"), console)
 
 
 @pytest.mark.parametrize("width", [80, 60])
@@ -99,7 +109,7 @@ def test_commands_fit(trained: Terminal, folder: Path, arguments: list[str], who
 def test_in_a_pipe_there_are_whole_lines_without_control_characters(trained: Terminal, folder: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     done = subprocess.run(
-        [sys.executable, "-m", "tinypod", *training(folder, "piped", "steps=5")],
+        [sys.executable, "-m", "tinypod", *arguments_of(folder, "piped", "steps=5")],
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
@@ -113,7 +123,7 @@ def test_in_a_pipe_there_are_whole_lines_without_control_characters(trained: Ter
 
 def test_ctrl_c_is_answered_while_it_compiles_and_a_second_one_ends_it(folder: Path) -> None:
     """At 80 columns."""
-    with Terminal(training(folder, "compiling", *LONG_TO_COMPILE), 80) as terminal:
+    with Terminal(arguments_of(folder, "compiling", *LONG_TO_COMPILE), 80) as terminal:
         terminal.wait_for("compiling the step")
         terminal.interrupt()
         terminal.wait_for("stopping once the compiler is done")
@@ -127,7 +137,7 @@ def test_ctrl_c_is_answered_while_it_compiles_and_a_second_one_ends_it(folder: P
 
 
 def test_ctrl_c_in_a_packed_study_is_answered_while_it_compiles(folder: Path) -> None:
-    with Terminal(training(folder, "study", "seed=0,1", *LONG_TO_COMPILE), 80) as terminal:
+    with Terminal(arguments_of(folder, "study", "seed=0,1", *LONG_TO_COMPILE), 80) as terminal:
         terminal.wait_for("compiling the step of 2 runs")
         terminal.interrupt()
         terminal.wait_for("stopping once the compiler is done")
@@ -139,8 +149,8 @@ def test_ctrl_c_in_a_packed_study_is_answered_while_it_compiles(folder: Path) ->
 def test_ctrl_c_in_an_evaluation_says_what_will_be_saved(trained: Terminal, folder: Path) -> None:
     """One that takes long: of single puzzles."""
     slow = ("eval.batch_size=1", "task.halting.max_steps=320")
-    with Terminal(training(folder, "evaluating", *slow), 60) as terminal:
-        terminal.wait_for(r"evaluating [\d,]+/1,600")
+    with Terminal(arguments_of(folder, "evaluating", *slow), 60) as terminal:
+        terminal.wait_for(r"evaluating \d+/400")
         terminal.interrupt()
         terminal.wait_for("stopping in the middle of the evaluation")
         assert terminal.end() == 130

@@ -87,7 +87,6 @@ def test_in_bfloat16_it_answers_as_the_run_with_rounded_weights(run: Path, round
     assert {str(x.dtype) for x in tensors.values()} == {"bfloat16"}
 
 
-@pytest.mark.slow
 def test_on_cpus_it_computes_in_float32_unless_asked(tmp_path: Path) -> None:
     run = train_run(tmp_path, "model.dtype=bfloat16")
     export(run, tmp_path / "a.safetensors")

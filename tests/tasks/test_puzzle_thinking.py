@@ -86,7 +86,7 @@ def chosen(kind: str, answers: np.ndarray, lead: np.ndarray, step: int) -> tuple
     return voted, max(gave) if gave else lead[step].min(), chains * steps
 
 
-@pytest.mark.parametrize("kind", ["vote", pytest.param("confident", marks=pytest.mark.slow), "first", "settled"])
+@pytest.mark.parametrize("kind", ["vote", "confident", "first", "settled"])
 @pytest.mark.parametrize("continues", [False, True])
 def test_the_choice_is_that_of_loops(kind: str, continues: bool) -> None:
     random = np.random.default_rng(0)
